@@ -25,6 +25,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
 
+    def __post_init__(self) -> None:
+        """Raises UserError for a size that is not a whole number of at least 0."""
+        if not all(isinstance(size, int | np.integer) and size >= 0 for size in self.shape):
+            raise UserError(f"An observation cannot have the shape {list(self.shape)}.")
+
     @property
     def is_picture(self) -> bool:
         """[height, width, 3] uint8"""
@@ -210,6 +215,11 @@ class SimSpec:
     spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """{"observation", "action"}: an adapted gymnasium environment's own spaces, as `embodied_rl.sim.robots.spaces.describe` writes them;
     empty for a simulator without any. Only views for other libraries read them; everything here is built from the parts above."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a step limit below 1."""
+        if self.max_episode_steps is not None and self.max_episode_steps < 1:
+            raise UserError(f"Task '{self.task}' needs max_episode_steps of at least 1, or none, got {self.max_episode_steps}.")
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:

@@ -23,7 +23,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.checks import rows, seeds
 from embodied_rl.sim.checks.episodes import Failed, Part, Player, Session, Skipped, Trajectory, random_actions
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.factory import SimFactory, adapt, called
+from embodied_rl.sim.factory import SimFactory, adapt, called, described
 from embodied_rl.sim.private_random import process_state_kept
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 
@@ -149,7 +149,7 @@ def check_sim(
         raise
     except Exception as error:
         task = factory.target if isinstance(factory, SimFactory) else called(factory)
-        return CheckReport(task, num_envs, (CheckResult("build", "fail", _described(error), time.perf_counter() - started),))
+        return CheckReport(task, num_envs, (CheckResult("build", "fail", described(error), time.perf_counter() - started),))
     results = [CheckResult("build", "pass", f"{num_envs} environments", time.perf_counter() - started)]
     with _own_random_state():
         try:
@@ -177,21 +177,10 @@ def _run(name: str, needs: tuple[str, ...], body: Callable[[Session], str], sess
         except Failed as reason:
             outcome, detail = "fail", str(reason)
         except Exception as error:
-            outcome, detail = "fail", _described(error)
+            outcome, detail = "fail", described(error)
     if outcome == "fail":
         session.broken.add(name)
     return CheckResult(name, outcome, detail, time.perf_counter() - started)
-
-
-def _described(error: Exception) -> str:
-    """One line with the exception and the place in the simulator where it was raised."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        place = f" ({Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name})"
-        trace = trace.tb_next
-    text = " ".join(str(error).split())
-    return f"raised {type(error).__name__}: {text[:300]}{place}"
 
 
 @contextmanager

@@ -101,7 +101,12 @@ class SimEnv(ABC):
         Raises SnapshotError for bytes of another task or version."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
-        self._take_up(env_id, tree)
+        try:
+            self._take_up(env_id, tree)
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise SnapshotError(f"Snapshot of task '{self.spec.task}' is of another simulator or version of it: {error!r}.") from error
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         """Plain values and arrays that the rest of one environment's episode depends on."""

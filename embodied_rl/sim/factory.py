@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, brief, did_you_mean
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.rendering import configure_rendering
@@ -98,7 +99,7 @@ class SimFactory:
     def make(self, num_envs: int, picture_size: int | None = None) -> SimEnv:
         """Build `num_envs` environments in this process. `picture_size`: side in pixels of the pictures that they will draw; None: unknown.
 
-        Raises MissingExtraError, MissingAssetsError or UserError.
+        Raises MissingExtraError, MissingAssetsError or UserError; for a simulator that is not of this package also what its class raises.
         """
         configure_rendering()  # before the target imports mujoco, sapien or pygame
         factory, kwargs = load_target(self.target, extra=self.extra), dict(self.kwargs)
@@ -106,7 +107,29 @@ class SimFactory:
             # Simulators that must know beforehand whether they will draw take these arguments.
             wanted, taken = {"render": True, "render_size": picture_size}, _parameters(factory)
             kwargs = {name: value for name, value in wanted.items() if name in taken} | kwargs
-        return adapt(factory, num_envs, self.task, kwargs)
+        try:
+            return adapt(factory, num_envs, self.task, kwargs)
+        except (UserError, MemoryError, RuntimeError):  # a service or a driver may be back when the manager tries again
+            raise
+        except Exception as error:  # the packages behind our simulators check few arguments, and raise a dozen types
+            if "inner" in kwargs or not self.target.startswith("embodied_rl.") or (isinstance(error, OSError) and error.errno):
+                raise  # the author of a simulator needs the traceback; the machine's own errors may pass
+            raise UserError(f"'{self.task or self.target}' cannot be made with {dict(self.kwargs)}: it {described(error)}.") from error
+
+
+def named(names: str | Iterable[str]) -> list[str]:
+    """Value of an argument that takes one name or several."""
+    return [names] if isinstance(names, str) else list(names)
+
+
+def described(error: Exception) -> str:
+    """One line with an exception and the place in the simulator where it was raised."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place = f" ({Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name})"
+        trace = trace.tb_next
+    return f"raised {type(error).__name__}: {brief(error, 300)}{place}"
 
 
 def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: dict[str, Any]) -> SimEnv:

@@ -121,8 +121,6 @@ def spec_is_sound(s: Session) -> str:
         raise Failed(f"a discrete action has dim 1 and num_actions >= 1; got {action.dim} and {action.num_actions}")
     elif action.kind == "text" and action.max_bytes < 1:
         raise Failed("a text action needs max_bytes")
-    if spec.max_episode_steps is not None and spec.max_episode_steps < 1:
-        raise Failed(f"max_episode_steps must be >= 1 or None, got {spec.max_episode_steps}")
     parts = ", ".join(f"{key} {list(part.shape)} {part.dtype}" for key, part in spec.tensors.items())
     texts = ", ".join(f"{key} ({part.kind})" for key, part in spec.variables.items())
     return f"{', '.join(filter(None, (parts, texts)))}; action {action.kind} {action.num_actions or action.dim or ''}".rstrip()

@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied_rl.errors import UserError, from_extra, require_known
+from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.spaces import control_hz
@@ -91,16 +92,18 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     known = set(tasks())
     require_known(task, known, f"gymnasium-robotics task '{task}' is not known.")
     family = _family(str(gymnasium.spec(task).entry_point))
+    words = _instruction(task)
     if family == "franka_kitchen":
-        kwargs = {"tasks_to_complete": list(KITCHEN_TASKS), "terminate_on_tasks_completed": False, **kwargs}
-        _check_kitchen(kwargs["tasks_to_complete"])
+        names = named(kwargs.get("tasks_to_complete", KITCHEN_TASKS))
+        _check_kitchen(names)
+        words = ", ".join(KITCHEN_WORDS[name] for name in names)
+        kwargs = {"terminate_on_tasks_completed": False, **kwargs, "tasks_to_complete": names}
     envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
         cheapen_rendering(inner(env))
         know_indices(env)
     wrapped = [_flat(env, family) for env in envs]
     sim = GymnasiumSim(wrapped, task=task, exact_snapshots=True)
-    words = ", ".join(KITCHEN_WORDS[name] for name in kwargs["tasks_to_complete"]) if family == "franka_kitchen" else _instruction(task)
     # The frame rate that kitchen and mazes report is not their control rate.
     sim.spec = dataclasses.replace(sim.spec, instruction=words, control_hz=control_hz(inner(envs[0])))
     return sim

@@ -25,6 +25,7 @@ import numpy as np
 from embodied_rl.bounds import whole_number
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean, from_extra, require_known
 from embodied_rl.files import write_atomic
+from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import StepBuffers, TensorSpec, VariableSpec
@@ -143,7 +144,7 @@ class LiberoSim(RobosuiteSim):
         observation: str = "rgb",
         init_states: str = "split",
         image_size: int = 224,
-        cameras: Sequence[str] = ("agentview", "robot0_eye_in_hand"),
+        cameras: str | Sequence[str] = ("agentview", "robot0_eye_in_hand"),
         orientation: str = "upright",
         assets_dir: str | None = None,
         max_episode_steps: int | None = None,
@@ -168,7 +169,7 @@ class LiberoSim(RobosuiteSim):
             num_envs,
             task=task,
             observe_objects=True,
-            cameras=tuple(cameras) if observation == "rgb" else (),
+            cameras=named(cameras) if observation == "rgb" else (),
             image_size=(image_size, image_size),
             max_episode_steps=STEP_LIMITS[suite] if max_episode_steps is None else max_episode_steps,
             render_camera="agentview",

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
+from embodied_rl.sim.factory import named
 
 UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
 """Tasks that need more than ManiSkill's registry declares (scene data sets, svgpathtools, a renderer, a robot); `tasks` omits them."""
@@ -111,8 +112,7 @@ def check_arguments(task: str, made: Mapping[str, Any]) -> None:
         return
     from mani_skill.agents.registration import REGISTERED_AGENTS
 
-    names = [robots] if isinstance(robots, str) else list(robots) if isinstance(robots, Iterable) else [robots]
-    for name in names:
+    for name in named(robots) if isinstance(robots, Iterable) else [robots]:
         if name not in REGISTERED_AGENTS:
             supported = cls.SUPPORTED_ROBOTS or REGISTERED_AGENTS
             choices = {robot for entry in supported for robot in ((entry,) if isinstance(entry, str) else entry)}

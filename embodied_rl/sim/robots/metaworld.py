@@ -20,6 +20,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_model import camera_in_use
@@ -48,7 +49,7 @@ def make(
     num_envs: int,
     render_size: int = 256,
     camera: str = "corner2",
-    tasks: Sequence[str] | None = None,
+    tasks: str | Sequence[str] | None = None,
     one_hot: str = "none",
     ahead: bool = False,
 ) -> GymnasiumSim | MultiTaskSim:
@@ -67,7 +68,7 @@ def make(
     classes = _classes()
     if tasks is None and task not in SETS:
         return _single(task, classes, num_envs, camera, render_size)
-    names = list(tasks) if tasks is not None else task_set(task)
+    names = named(tasks) if tasks is not None else task_set(task)
     if not names:
         raise UserError("sim.kwargs.tasks is empty: name at least one Meta-World task, or leave it out.")
     for name in names:

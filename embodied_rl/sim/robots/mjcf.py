@@ -7,6 +7,7 @@ context.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
+from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
@@ -66,7 +68,7 @@ class MjcfSim(MujocoSim):
         task: str,
         frame_skip: int = 5,
         max_episode_steps: int = 1000,
-        observe: Sequence[str] = ("qpos", "qvel", "sensors"),
+        observe: str | Sequence[str] = ("qpos", "qvel", "sensors"),
         reward: str | None = None,
         success: str | None = None,
         terminated: str | None = None,
@@ -79,7 +81,7 @@ class MjcfSim(MujocoSim):
         render_size: int = 256,
         instruction: str | None = None,
     ) -> None:
-        _check_numbers(frame_skip, max_episode_steps, reset_noise)
+        _check_numbers(frame_skip, reset_noise)
         self._mujoco = _mujoco()
         model = load_model(task)
         # A diverging simulation then shows NaN, which is noticed, instead of jumping back to the start unnoticed.
@@ -89,12 +91,12 @@ class MjcfSim(MujocoSim):
         self._reward, self._success, self._terminated = _function(reward), _function(success), _function(terminated)
         self._randomise = _function(randomise)
         self._keyframe = self._keyframe_index(keyframe, task)
-        self._frame_skip, self._limit, self._noise = int(frame_skip), int(max_episode_steps), float(reset_noise)
-        self._parts = [_state_parts(each, observe) for each in data]
+        self._frame_skip, self._limit, self._noise = frame_skip, int(max_episode_steps), float(reset_noise)
+        self._parts = [_state_parts(each, named(observe)) for each in data]
         self._camera = camera
-        for name in (camera, render_camera):
-            if isinstance(name, str):
-                self._drawing.check_camera(name)
+        for each in (camera, render_camera):
+            if each is not None:
+                self._drawing.check_camera(each)
         self._signature = _signature(self._mujoco, self.model)
         parts = {"state": TensorSpec((sum(part.size for part in self._parts[0]),))} if observe else {}
         if camera is not None:
@@ -211,10 +213,11 @@ def _function(target: str | None) -> Callable[..., Any] | None:
     return function
 
 
-def _check_numbers(frame_skip: int, max_episode_steps: int, reset_noise: float) -> None:
-    for name, value, least in (("frame_skip", frame_skip, 1), ("max_episode_steps", max_episode_steps, 1), ("reset_noise", reset_noise, 0)):
-        if not isinstance(value, (int, float)) or value < least:
-            raise UserError(f"sim.kwargs.{name} must be >= {least}, got {value!r}.")
+def _check_numbers(frame_skip: int, reset_noise: float) -> None:
+    if not isinstance(frame_skip, int) or frame_skip < 1:
+        raise UserError(f"sim.kwargs.frame_skip must be a whole number >= 1, got {frame_skip!r}.")
+    if not isinstance(reset_noise, int | float) or not 0 <= reset_noise < math.inf:
+        raise UserError(f"sim.kwargs.reset_noise must be a finite number >= 0, got {reset_noise!r}.")
 
 
 def _signature(mujoco: ModuleType, model: MjModel) -> str:

@@ -61,14 +61,15 @@ class Drawing:
         """Names of the model's fixed cameras."""
         return [self.model.camera(index).name for index in range(self.model.ncam)]
 
-    def check_camera(self, camera: str) -> None:
-        """Raise UserError with the nearest name if the model lacks the camera."""
-        require_known(camera, self.cameras(), f"Camera '{camera}' is not known.")
+    def check_camera(self, camera: str | int) -> None:
+        """Raise UserError with the nearest name if the model lacks the camera, given by its name or number (-1: the free camera)."""
+        if not (isinstance(camera, int) and -1 <= camera < self.model.ncam):
+            require_known(camera, self.cameras(), f"Camera '{camera}' is not known.")
 
     def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
         """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.
 
-        Raises UserError: this machine cannot draw off-screen.
+        Raises UserError: this machine cannot draw off-screen, or a side is no number of pixels.
         """
         renderer = self._renderers.get((height, width)) or self._new(height, width)
         renderer.update_scene(data, camera=camera, scene_option=self._option)
@@ -82,6 +83,8 @@ class Drawing:
             self._renderers.popitem()[1].close()
 
     def _new(self, height: int, width: int) -> Renderer:
+        if min(height, width) < 1:
+            raise UserError(f"A picture cannot have {height} x {width} pixels.")
         buffer = self.model.vis.global_
         before = buffer.offheight, buffer.offwidth
         # MuJoCo reads these when the context is made and clears the whole buffer for each frame, so it is no larger than the pictures.

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, from_extra, require_known
+from embodied_rl.errors import from_extra, require_known
+from embodied_rl.sim.factory import named
 from embodied_rl.sim.private_random import PrivateRandom, process_state_kept
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.garbage import quick_rebuild
@@ -73,7 +74,7 @@ def make(
     robots: str | Sequence[str] = "Panda",
     controller: str = "OSC_POSE",
     observation: str = "state",
-    cameras: Sequence[str] = ("agentview",),
+    cameras: str | Sequence[str] = ("agentview",),
     image_size: int = 84,
     control_hz: float = 20.0,
     max_episode_steps: int = 500,
@@ -95,7 +96,7 @@ def make(
         image_size: pixels a side of the observed pictures; the top row comes first.
         **kwargs: robosuite's own: ``reward_shaping``, ``reward_scale``, ``placement_initializer``, ``table_full_size``, …
 
-    Raises MissingExtraError; UserError: unknown task, robot, controller, observation or camera, or an argument that robosuite rejects.
+    Raises MissingExtraError; UserError: unknown task, robot, controller, observation or camera.
     """
     suite = import_robosuite()
     names = _checked(suite, task, observation, robots, controller)
@@ -107,20 +108,12 @@ def make(
         "reward_shaping": True,
         **kwargs,
     }
-
-    def build() -> MujocoEnv:
-        try:
-            return suite.make(**FIXED_ARGUMENTS, **made)
-        except (TypeError, AssertionError, ValueError, KeyError) as error:
-            shown = {key: value for key, value in made.items() if key not in ("env_name", "controller_configs")}
-            raise UserError(f"robosuite task '{task}' cannot be made with {shown}: {type(error).__name__}: {error}") from error
-
     return RobosuiteSim(
-        build,
+        lambda: suite.make(**FIXED_ARGUMENTS, **made),
         num_envs,
         task=task,
         observe_objects=observation != "rgb",
-        cameras=tuple(cameras) if observation != "state" else (),
+        cameras=named(cameras) if observation != "state" else (),
         image_size=(image_size, image_size),
         max_episode_steps=max_episode_steps,
         render_camera=render_camera,
@@ -134,7 +127,7 @@ def _checked(suite: ModuleType, task: str, observation: str, robots: str | Seque
     check_name("task", task, INSTRUCTIONS)
     check_name("observation", observation, OBSERVATIONS)
     check_name("controller", controller, suite.ALL_CONTROLLERS)
-    names = [robots] if isinstance(robots, str) else list(robots)
+    names = named(robots)
     for name in names:
         check_name("robot", name, suite.ALL_ROBOTS)
     return names * 2 if task.startswith("TwoArm") and len(names) == 1 and names != ["Baxter"] else names

@@ -10,6 +10,7 @@ from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import StepBuffers
 from tests.sim.robots.pictures import sapien_draws
 
@@ -66,3 +67,55 @@ def _cuda() -> bool:
 def test_unknown_argument_names_the_configuration_key() -> None:
     with pytest.raises(UserError, match="does not take 'image_sise'"):
         SimFactory("embodied_rl.sim.robots.pixel_reach:PixelReach", "PixelReach", {"image_sise": 3}).make(1)
+
+
+@pytest.mark.parametrize(
+    ("sim", "kwargs", "words"),
+    [
+        ("cartpole", {"max_episode_steps": 0}, "'CartPole-v1' cannot be made with .*positive, actually: 0 "),
+        ("halfcheetah", {"frame_skip": 0}, "cannot be made with .*ZeroDivisionError"),
+        ("halfcheetah", {"xml_file": "missing.xml"}, "cannot be made with .*missing.xml does not exist"),
+        ("pixel_reach", {"image_size": -3}, r"cannot have the shape \[-3, -3, 3\]"),
+        ("pixel_tasks", {"image_size": 1.5}, "cannot have the shape"),
+        ("mjcf", {"reward": 3}, "cannot be made with .*'reward': 3"),
+        ("mjcf", {"observe": "qpoz"}, "'qpoz' cannot be observed of an MJCF model. Did you mean 'qpos'"),
+        ("franka_kitchen", {"tasks_to_complete": "kettel"}, "The kitchen has no task 'kettel'. Did you mean 'kettle'"),
+        ("metaworld_mt10", {"tasks": "reach-v2"}, "Meta-World task 'reach-v2' is not known. Did you mean 'reach-v3'"),
+    ],
+)
+def test_an_argument_of_a_wrong_value_is_one_line(sim: str, kwargs: dict, words: str) -> None:
+    config = load_sim_config(sim)
+    factory = SimFactory(config.target, config.task, {**config.kwargs, **kwargs}, config.extra)
+    with pytest.raises(UserError, match=words):
+        factory.make(1)
+
+
+@pytest.mark.skipif(mujoco_backend() is None, reason="MuJoCo cannot draw here")
+def test_a_picture_without_pixels_is_one_line() -> None:
+    sim = SimFactory("embodied_rl.sim.robots.pixel_reach:PixelReach", kwargs={"image_size": 0}).make(1)
+    with pytest.raises(UserError, match="cannot have 0 x 0 pixels"):
+        sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))
+
+
+def test_a_users_own_simulator_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        SimFactory("tests.sim.robots.test_configs:broken").make(1)
+
+
+def broken() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("sim", "name", "value"),
+    [("cartpole", "env", None), ("key_door", "state", np.zeros(3)), ("pixel_reach", "data", {}), ("metaworld_mt10", "episode", None)],
+)
+def test_a_snapshot_of_another_form_is_one_line(sim: str, name: str, value: object) -> None:
+    config = load_sim_config(sim)
+    made = SimFactory(config.target, config.task, config.kwargs, config.extra).make(1)
+    made.reset([0], [0], StepBuffers.allocate(made.spec, 1))
+    saved = decode_state(made.snapshot(0))
+    for wrong in ({"task": saved["task"]}, {**saved, name: value}):
+        with pytest.raises(SnapshotError, match="is of another simulator"):
+            made.restore(0, encode_state(wrong))
+    made.close()

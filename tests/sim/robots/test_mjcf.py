@@ -219,7 +219,11 @@ def test_pictures_show_the_cart_where_it_is(cart: str) -> None:
         (("", ""), {"observe": ["qpos", "qval"]}, "'qval' cannot be observed.*Did you mean 'qvel'"),
         (("", ""), {"reward": "tests.sim.robots.test_mjcf:rewards"}, "Did you mean 'reward'"),
         (("", ""), {"reward": "tests.sim.robots.test_mjcf:CART"}, "not a function of .model, data. but a str"),
-        (("", ""), {"frame_skip": 0}, "frame_skip must be >= 1, got 0"),
+        (("", ""), {"frame_skip": 0}, "frame_skip must be a whole number >= 1, got 0"),
+        (("", ""), {"frame_skip": 1.5}, "frame_skip must be a whole number >= 1, got 1.5"),
+        (("", ""), {"reset_noise": float("nan")}, "reset_noise must be a finite number >= 0, got nan"),
+        (("", ""), {"max_episode_steps": 0}, "needs max_episode_steps of at least 1, or none, got 0"),
+        (("", ""), {"render_camera": 9}, "Camera '9' is not known. Known: side"),
         (("", ""), {"fram_skip": 2}, "does not take 'fram_skip'. Did you mean 'frame_skip'"),
     ],
 )

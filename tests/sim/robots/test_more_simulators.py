@@ -16,7 +16,7 @@ import pytest
 
 from embodied_rl.commands import catalog
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.sim.factory import task_list
+from embodied_rl.sim.factory import SimFactory, task_list
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import aloha, gymnasium_robotics, libero, robosuite
 from embodied_rl.sim.robots.mujoco_model import Drawing
@@ -296,7 +296,7 @@ def test_robosuite_names_are_checked_and_its_import_leaves_no_trace() -> None:
         ({"reward_scal": 2}, "'Lift' cannot be made with .*reward_scal"),
     ):
         with pytest.raises(UserError, match=words):
-            robosuite.make(**{"task": "Lift", "num_envs": 1, **arguments})  # type: ignore[arg-type]
+            SimFactory("embodied_rl.sim.robots.robosuite:make", arguments.pop("task", "Lift"), arguments).make(1)
 
 
 # ---- gymnasium-robotics beyond Fetch ----
