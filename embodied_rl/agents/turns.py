@@ -60,7 +60,8 @@ class AgentEpisode(Episode):
 
     turns: tuple[Turn, ...] = ()
     next_prompt: tuple[np.ndarray, tuple[np.ndarray, ...]] | None = None
-    """[P] int64 tokens and pictures of the prompt after a truncated episode's last answer; None: it did not fit, or nothing was cut off."""
+    """[P] int64 tokens and pictures of the prompt after a truncated episode's last answer; None: it did not fit, no critic reads it, or
+    nothing was cut off."""
 
     @property
     def game_return(self) -> float:

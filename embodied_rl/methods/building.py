@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_rl.agents.agent import Agent
+from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig, model_place
 from embodied_rl.errors import UserError
@@ -256,6 +257,7 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
         seed=stream.config.seed,
         min_ready=_min_ready(stream.config),
         trained=stream.trained,
+        has_critic=stream.trained and advantage_info(stream.config.algorithm.advantage).returns_value_target,
         temperature=None if stream.other is None else stream.other.temperature,
         starts=stream.starts,
     )

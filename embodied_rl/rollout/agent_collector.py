@@ -129,18 +129,20 @@ class AgentCollector(SlotPump[_Playing]):
         seed: int,
         min_ready: int | None = None,
         trained: bool = True,
+        has_critic: bool = False,
         temperature: float | None = None,
         starts: StartLibrary | None = None,
     ) -> None:
         """
         Args:
             trained: False: no learner uses the episodes, so answers without tokens are accepted and log-probabilities are 0.
+            has_critic: whether a critic values the prompt that follows a truncated episode (`AgentEpisode.next_prompt`).
             temperature: sampling temperature in place of the agent's.
             starts: see `SlotPump`.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
         self.agent, self.backend = agent, backend
-        self._trained, self._temperature = trained, temperature
+        self._trained, self._has_critic, self._temperature = trained, has_critic, temperature
         self._requests: dict[int, int] = {}  # {request: slot}
         self._tools: dict[int, Future[str]] = {}  # {slot: result of its tool calls}
         self._next_id = 0
@@ -254,7 +256,7 @@ class AgentCollector(SlotPump[_Playing]):
         next_prompt: Prompt | PromptTooLong | None = None,
     ) -> None:
         """End an episode. `final_seen`: the simulator's last observation, None if the agent saw it; `summary`: None if the simulator goes
-        on; `next_prompt`: that of a truncated episode."""
+        on; `next_prompt`: that of a truncated episode, for a critic."""
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
@@ -316,7 +318,8 @@ class AgentCollector(SlotPump[_Playing]):
                 final = str(batch.final_observation["text"][row])
                 ends = {"terminated": bool(batch.terminated[row]), "truncated": bool(batch.truncated[row])}
                 seen = {key: copied(part[row]) for key, part in batch.final_observation.items()}
-                after = self._prompt_after(playing, batch.final_observation, row) if ends["truncated"] and not ends["terminated"] else None
+                cut = self._has_critic and ends["truncated"] and not ends["terminated"]
+                after = self._prompt_after(playing, batch.final_observation, row) if cut else None
                 self._finish(slot, **ends, final_text=final, final_seen=seen, summary=ended[slot], next_prompt=after)
             elif self.queue.should_stop(playing.assignment):
                 self._stop(slot)

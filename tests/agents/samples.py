@@ -65,12 +65,12 @@ def random_backend(agent: Agent, seed: int = 0) -> RandomTokens:
 
 
 def make_collector(
-    manager: EnvManager, agent: Agent, backend: TokenBackend, *, min_ready: int | None = None, **queue: Any
+    manager: EnvManager, agent: Agent, backend: TokenBackend, *, min_ready: int | None = None, has_critic: bool = False, **queue: Any
 ) -> AgentCollector:
     """A collector over a manager that was made with ``autoreset=False``, whatever it did before."""
     config = GroupsConfig(**{"group_size": 2, "groups_per_step": 3, **queue})
     groups = GroupQueue(config, seed=7, domains=DomainMixture.single("lake"))
-    collector = AgentCollector(manager, agent, backend, groups, seed=7, min_ready=min_ready)
+    collector = AgentCollector(manager, agent, backend, groups, seed=7, min_ready=min_ready, has_critic=has_critic)
     collector.restart(groups)
     return collector
 

@@ -74,10 +74,15 @@ def test_an_episode_is_what_the_game_makes_of_its_actions(agent: Agent, lake: En
 def test_a_step_limit_leaves_the_prompt_that_would_follow(agent: Agent, lake: EnvManager, strategy: Literal["memory", "full"]) -> None:
     """Nothing moves after an invalid answer, so that the limit ends every episode; a critic values the state after the last answer."""
     speaking = Agent(dataclasses.replace(PLAIN, strategy=strategy), agent.tokenizer, instruction=None, max_context=2048)
-    (group,) = collect(make_collector(lake, speaking, RandomTokens(choices=[speaking.answer_ids("x")]), groups_per_step=1))
-    for episode in group.episodes:
+    backend = RandomTokens(choices=[speaking.answer_ids("x")])
+    (group,) = collect(make_collector(lake, speaking, backend, groups_per_step=1, has_critic=True))
+    (unread,) = collect(make_collector(lake, speaking, backend, groups_per_step=1))
+    for episode, without in zip(group.episodes, unread.episodes, strict=True):
         assert isinstance(episode, AgentEpisode)
+        assert isinstance(without, AgentEpisode)
         assert episode.truncated
+        assert without.truncated
+        assert without.next_prompt is None, "no critic reads it"
         assert episode.next_prompt is not None
         (token_ids, images), last = episode.next_prompt, episode.turns[-1]
         known = np.concatenate([last.prompt_ids, last.token_ids]) if strategy == "full" else last.prompt_ids[:0]
