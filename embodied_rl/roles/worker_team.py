@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -230,17 +231,33 @@ def side_by_side(parts: Sequence[Rollout]) -> Rollout:
     )
 
 
+_COUNTS = re.compile(r"^groups/.*(?<!_mean)$|(^|/)(reward_worker/(scored|failed)|agent/(turns|episodes|failed.*|tools/.*))$")
+
+
 def _figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine metrics: counts add up, maxima are the largest, all else is averaged."""
+    """Combine metrics: counts add up, maxima are the largest, and a mean counts as often as what it is the mean of (`_weight`)."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
-        counts = name.startswith("groups/") or name.endswith(("reward_worker/scored", "reward_worker/failed", "agent/turns"))
+        values, weights = [part.get(name, 0.0) for part in parts], [_weight(part, name) for part in parts]
         if name.endswith("_max"):
-            found[name] = max(values)
+            found[name] = max(part[name] for part in parts if name in part)
+        elif _COUNTS.search(name):
+            found[name] = float(np.sum(values))
         else:
-            found[name] = float(np.sum(values) if counts and not name.endswith("_mean") else np.mean(values))
+            found[name] = float(np.average(values, weights=weights)) if any(weights) else 0.0
     return found
+
+
+def _weight(part: Mapping[str, float], name: str) -> float:
+    """Number of things in a worker's metrics that `name` is a mean of: an agent's turns or programs, a batch's groups; 1 or 0 for others.
+    A share of turns that is missing is 0."""
+    place, agent, _ = name.rpartition("agent/")
+    if agent:
+        of = place + agent
+        return part.get(f"{of}turns", part.get(f"{of}episodes", 0.0) - part.get(f"{of}failed", 0.0))
+    if name == "groups/age_mean":
+        return sum(count for key, count in part.items() if re.fullmatch(r"groups/age_\d+", key))
+    return float(name in part)
 
 
 def _described(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from embodied_rl.config import GroupsConfig
-from embodied_rl.roles.worker_team import divided, part_of, united
+from embodied_rl.roles.worker import Collected
+from embodied_rl.roles.worker_team import divided, joined, part_of, united
+from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, Share
 from embodied_rl.trainer import Trainer
@@ -80,6 +82,32 @@ def test_shares_of_batches_that_players_do_not_divide() -> None:
     image = make_queue(3)
     image.mirror(whole)
     assert [part["redo"] for part in divided(image.state_dict(), shares[0])] == [[3, 5, 6], [4]]
+
+
+def test_means_of_players_count_as_often_as_what_they_are_means_of() -> None:
+    """Three turns beside one, two programs that ended beside none, a batch of two groups beside one of one."""
+    lake, code = "domains/lake/agent/", "domains/code/agent/"
+    ages = {"groups/age_mean": 0.5, "groups/age_max": 1.0, "groups/age_0": 1.0, "groups/age_1": 1.0}
+    one = {f"{lake}turns": 3.0, f"{lake}invalid": 1 / 3, f"{lake}tools/calculator/calls": 2.0, **ages}
+    one |= {f"{code}episodes": 2.0, f"{code}failed": 0.0, f"{code}seconds_per_program": 4.0}
+    two = {f"{lake}turns": 1.0, f"{lake}invalid": 1.0, f"{lake}invalid_cut": 1.0, f"{lake}tools/calculator/calls": 1.0}
+    two |= {f"{code}episodes": 1.0, f"{code}failed": 1.0, f"{code}seconds_per_program": 0.0, "roles/score_s": 3.0}
+    two |= {"groups/age_mean": 0.0, "groups/age_max": 0.0, "groups/age_0": 1.0, "groups/age_1": 0.0}
+    found = joined([Collected([], CollectorTimes(), None, [], part) for part in (one, two)], Share(0, 2)).metrics
+    assert found == {
+        f"{lake}turns": 4.0,
+        f"{lake}invalid": 0.5,
+        f"{lake}invalid_cut": 0.25,
+        f"{lake}tools/calculator/calls": 3.0,
+        f"{code}episodes": 3.0,
+        f"{code}failed": 1.0,
+        f"{code}seconds_per_program": 4.0,
+        "groups/age_mean": pytest.approx(1 / 3),
+        "groups/age_max": 1.0,
+        "groups/age_0": 2.0,
+        "groups/age_1": 1.0,
+        "roles/score_s": 3.0,
+    }
 
 
 def batches(tmp_path: Path, *overrides: str, num_batches: int = 3) -> list[list[EpisodeGroup]]:
