@@ -6,7 +6,7 @@ them, and shows that more than anything else; the other calls are what is compar
 
 - ours: `embodied_rl.algorithms.advantages.gae`, numba, the whole call with its checks and allocations; with one thread, and with one
   for each core;
-- ours, scan: the path that a GPU takes, here on the CPU (and on the GPU where there is one);
+- ours, to the host and back: with tensors on a GPU, where there is one;
 - torch loop, numpy loop: backwards over time, each step vectorised over slots, as published PPO implementations do;
 - memory floor: two plain copies, of rewards and values, and reading the flags once.
 """
@@ -24,7 +24,7 @@ import torch
 from tables import provenance, text_table
 from torch import Tensor
 
-from embodied_rl.algorithms.advantages import gae, gae_scan
+from embodied_rl.algorithms.advantages import gae
 from embodied_rl.sim.affinity import available_cores
 
 GAMMA, LAMBDA = 0.99, 0.95
@@ -99,7 +99,6 @@ def sides_of(arrays: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
     sides: dict[str, Callable[[], Any]] = {
         "ours, numba": lambda: gae(**arrays, gamma=GAMMA, gae_lambda=LAMBDA),
         "ours, numba, a thread per core": lambda: threaded(arrays, available_cores()),
-        "ours, scan on the CPU": lambda: gae_scan(**tensors, gamma=GAMMA, gae_lambda=LAMBDA),
         "torch loop": lambda: torch_loop(tensors),
         "numpy loop": lambda: numpy_loop(arrays),
         "memory floor": lambda: memory_floor(arrays),
@@ -112,7 +111,7 @@ def sides_of(arrays: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
             torch.cuda.synchronize()
             return result
 
-        sides["ours, scan on the GPU"] = lambda: synchronised(lambda: gae(**on_gpu, gamma=GAMMA, gae_lambda=LAMBDA))
+        sides["ours, to the host and back"] = lambda: synchronised(lambda: gae(**on_gpu, gamma=GAMMA, gae_lambda=LAMBDA))
         sides["torch loop on the GPU"] = lambda: synchronised(lambda: torch_loop(on_gpu))
     return sides
 

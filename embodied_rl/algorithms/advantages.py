@@ -1,8 +1,7 @@
 """Credit assignment over time: generalised advantage estimation, discounted returns, whitening. Pure functions.
 
-All functions take numpy arrays or torch tensors, and return the same kind. On the CPU the recursions are compiled (`kernels`), on a GPU
-they are scans of logarithmic depth (`reverse_scan`); both give the same numbers up to rounding. Sums are float64 inside.
-Advantages are constants to the learner: nothing here is differentiated.
+All functions take numpy arrays or torch tensors, and return the same kind, on the same device. They compute in numpy, on the host, and the
+recursions are compiled (`kernels`). Sums are float64 inside. Advantages are constants to the learner: nothing here is differentiated.
 
 `grouped` has credit by comparing episodes with each other and by chunks of tokens, `anchors` credit by comparing equal states.
 """
@@ -50,14 +49,14 @@ def check_final_value(shape: tuple[int, ...], num_cut: int) -> None:
 
 
 def as_numpy(array: np.ndarray | Tensor) -> np.ndarray:
-    """The same numbers, contiguous; shared if possible. A tensor must be on the CPU."""
+    """The same numbers, contiguous; shared if possible."""
     # One memory layout, because numba recompiles the kernel for each.
-    return np.ascontiguousarray(array.detach().numpy() if isinstance(array, Tensor) else array)
+    return np.ascontiguousarray(array.detach().cpu().numpy() if isinstance(array, Tensor) else array)
 
 
 def alike(result: np.ndarray, given: Array) -> Array:
-    """Convert `result` to the kind of `given`."""
-    return torch.from_numpy(result) if isinstance(given, Tensor) else result
+    """Convert `result` to the kind of `given`, on its device."""
+    return torch.from_numpy(np.asarray(result)).to(given.device) if isinstance(given, Tensor) else result
 
 
 WHITEN_EPS = 1e-8
@@ -100,31 +99,31 @@ def gae(
     Raises ValueError: shapes or types do not agree, or the number of final values differs from that of truncated steps.
     """
     _check_gae(reward, value, last_value, terminated, truncated, mask, discount)
-    arrays: dict[str, Any] = {
-        "reward": reward,
-        "value": value,
-        "last_value": last_value,
-        "terminated": terminated,
-        "truncated": truncated,
-        "final_value": final_value,
-        "mask": mask,
-        "discount": discount,
-    }
-    if isinstance(reward, Tensor) and reward.device.type != "cpu":
-        return gae_scan(**arrays, gamma=gamma, gae_lambda=gae_lambda)
-    found = _gae_compiled({name: None if array is None else as_numpy(array) for name, array in arrays.items()}, gamma, gae_lambda)
+    arrays = [as_numpy(array) for array in (reward, value, last_value, terminated, truncated, final_value)]
+    own_mask, own_discount = (None if array is None else as_numpy(array) for array in (mask, discount))
+    found = _gae_compiled(*arrays, gamma=gamma, gae_lambda=gae_lambda, mask=own_mask, discount=own_discount)
     return alike(found[0], value), alike(found[1], value)
 
 
-def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tuple[np.ndarray, np.ndarray]:
+def _gae_compiled(
+    reward: np.ndarray,
+    value: np.ndarray,
+    last_value: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    final_value: np.ndarray,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    mask: np.ndarray | None,
+    discount: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
     from embodied_rl.algorithms.kernels import find_cuts, gae_kernel, masked_gae_kernel
 
-    value, mask, discount, final_value = arrays["value"], arrays["mask"], arrays["discount"], arrays["final_value"]
-    reward, terminated, truncated = arrays["reward"], arrays["terminated"], arrays["truncated"]
     cut = np.empty(final_value.size, np.int64)
     check_final_value(final_value.shape, find_cuts(truncated.reshape(-1), terminated.reshape(-1), cut))
     advantage, returns = np.empty_like(value), np.empty_like(value)
-    last_value, final_value = arrays["last_value"].astype(np.float64), final_value.astype(np.float64)
+    last_value, final_value = last_value.astype(np.float64), final_value.astype(np.float64)
     if mask is None and discount is None:
         flat = [array.reshape(-1) for array in (reward, value, terminated, truncated, advantage, returns)]
         _over_slots(gae_kernel, (*flat[:2], last_value, *flat[2:4], cut, final_value, gamma, gae_lambda, *flat[4:]), value.shape)
@@ -209,16 +208,12 @@ def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, 
 
     Returns sum_k gamma^k r_k and gamma^(number of executed steps), both [...] of the type of `reward`.
     """
-    if isinstance(reward, Tensor):
-        order = executed.long().cumsum(-1)
-        weight = torch.pow(float(gamma), (order - 1).clamp(min=0).double())
-        total = torch.where(executed, reward.double() * weight, 0.0).sum(-1)
-        return total.to(reward.dtype), torch.pow(float(gamma), order[..., -1].double()).to(reward.dtype)
-    ranks = executed.astype(np.int64).cumsum(-1)
-    weights = np.power(float(gamma), np.maximum(ranks - 1, 0))
+    rewards, taken = as_numpy(reward), as_numpy(executed)
+    rank = taken.cumsum(-1, dtype=np.int64)
+    weight = np.power(float(gamma), np.maximum(rank - 1, 0))
     # `where` comes before the product, because rewards of steps that were not executed may be NaN or infinite.
-    summed = (np.where(executed, reward, 0).astype(np.float64) * weights).sum(-1)
-    return summed.astype(reward.dtype), np.power(float(gamma), ranks[..., -1]).astype(reward.dtype)
+    total = (np.where(taken, rewards, 0).astype(np.float64) * weight).sum(-1).astype(rewards.dtype)
+    return alike(total, reward), alike(np.power(float(gamma), rank[..., -1]).astype(rewards.dtype), reward)
 
 
 def action_gae(
@@ -254,23 +249,28 @@ def action_gae(
         raise ValueError(
             f"value must be [T, N, K] as reward is, {tuple(reward.shape)}, got {tuple(value.shape)}. Use chunk_gae for [T, N]."
         )
-    steps, slots, length = reward.shape
-    last = _last_executed(executed)
-    flat_terminated, flat_truncated = _flat_steps(terminated[..., None] & last), _flat_steps(truncated[..., None] & last)
-    ordered = _reorder_final(truncated, terminated, last, final_value)
-    advantage, returns = gae(
-        reward=_flat_steps(reward),
-        value=_flat_steps(value),
-        last_value=last_value,
-        terminated=flat_terminated,
-        truncated=flat_truncated,
-        final_value=ordered,
+    taken, ended, cut = as_numpy(executed), as_numpy(terminated), as_numpy(truncated)
+    rank = taken.cumsum(-1, dtype=np.int64)
+    last = taken & (rank == rank[..., -1:])
+    own = cut & ~ended
+    check_final_value(tuple(final_value.shape), int(own.sum()))
+    after = np.zeros(own.shape, np.float64)
+    after[own] = as_numpy(final_value)
+    found = gae(
+        reward=_flat_steps(as_numpy(reward)),
+        value=_flat_steps(as_numpy(value)),
+        last_value=as_numpy(last_value),
+        terminated=_flat_steps(ended[..., None] & last),
+        truncated=_flat_steps(cut[..., None] & last),
+        # In the order of the steps, where a shorter chunk of a later slot comes first.
+        final_value=_flat_steps(np.broadcast_to(after[..., None], last.shape))[_flat_steps(own[..., None] & last)],
         gamma=gamma,
         gae_lambda=gae_lambda,
-        mask=_flat_steps(executed),
+        mask=_flat_steps(taken),
     )
-    shape = (steps, length, slots)
-    return advantage.reshape(shape).swapaxes(1, 2), returns.reshape(shape).swapaxes(1, 2)
+    steps, slots, length = reward.shape
+    advantage, returns = (part.reshape(steps, length, slots).swapaxes(1, 2) for part in found)
+    return alike(advantage, value), alike(returns, value)
 
 
 def returns_to_go(
@@ -320,8 +320,6 @@ def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> 
     if reward.ndim != 2 or (mask is not None and mask.shape != reward.shape):
         raise ValueError(f"reward and mask must be [B, L], got {tuple(reward.shape)} and {None if mask is None else tuple(mask.shape)}.")
     check_types((reward,), () if mask is None else (mask,))
-    if isinstance(reward, Tensor) and reward.device.type != "cpu":
-        return token_returns_scan(reward=reward, gamma=gamma, mask=mask)
     from embodied_rl.algorithms.kernels import token_returns_kernel
 
     rewards = as_numpy(reward)
@@ -335,18 +333,14 @@ def whiten(x: Array, mask: Array | None = None) -> Array:
 
     A single entry has no variance: it becomes 0, as do entries that are all equal.
     """
-    shown = x if mask is None else x[mask]
-    chosen = shown.detach().double() if isinstance(shown, Tensor) else shown.astype(np.float64)
-    count = math.prod(chosen.shape)
-    if count < 2 or chosen.min() == chosen.max():
-        return torch.zeros_like(x) if isinstance(x, Tensor) else np.zeros_like(x)
+    entries, shown = as_numpy(x), None if mask is None else as_numpy(mask)
+    chosen = (entries if shown is None else entries[shown]).astype(np.float64)
+    if chosen.size < 2 or chosen.min() == chosen.max():
+        return alike(np.zeros_like(entries), x)
     mean = chosen.mean()
-    scale, middle = math.sqrt(float(((chosen - mean) ** 2).sum()) / (count - 1) + WHITEN_EPS), float(mean)
-    if isinstance(x, Tensor):
-        result = ((x.detach().double() - middle) / scale).to(x.dtype)
-        return result if mask is None else torch.where(mask, result, torch.zeros_like(result))
-    whitened = ((x.astype(np.float64) - middle) / scale).astype(x.dtype)
-    return whitened if mask is None else np.where(mask, whitened, 0).astype(x.dtype)
+    scale = math.sqrt(float(((chosen - mean) ** 2).sum()) / (chosen.size - 1) + WHITEN_EPS)
+    whitened = ((entries.astype(np.float64) - mean) / scale).astype(entries.dtype)
+    return alike(whitened if shown is None else np.where(shown, whitened, 0).astype(entries.dtype), x)
 
 
 def _check_gae(
@@ -368,104 +362,7 @@ def _check_chunks(reward: Array, executed: Array, terminated: Array) -> None:
     check_types((reward,), (executed,))
 
 
-def _last_executed(executed: Array) -> Array:
-    """[T, N, K]: the last executed step of each chunk."""
-    if isinstance(executed, Tensor):
-        count = executed.long().cumsum(-1)
-        return executed & (count == count[..., -1:])
-    counts = executed.astype(np.int64).cumsum(-1)
-    return executed & (counts == counts[..., -1:])
-
-
-def _flat_steps(array: Array) -> Array:
+def _flat_steps(array: np.ndarray) -> np.ndarray:
     """[T, N, K] → [T·K, N]: the steps of a slot in sequence."""
     steps, slots, length = array.shape
     return array.swapaxes(1, 2).reshape(steps * length, slots)
-
-
-def _reorder_final(truncated: Array, terminated: Array, last: Array, final_value: Array) -> Array:
-    """Reorder final values from the chunks' order to that of the flattened steps, where a shorter chunk of a later slot comes first."""
-    cut = truncated & ~terminated
-    check_final_value(tuple(final_value.shape), int(cut.sum()))
-    if isinstance(cut, Tensor) and isinstance(final_value, Tensor):
-        dense = final_value.new_zeros(cut.shape)
-        dense[cut] = final_value
-        spread = dense[..., None].expand(last.shape)
-    else:
-        dense = np.zeros(cut.shape, final_value.dtype)
-        dense[cut] = final_value
-        spread = np.broadcast_to(dense[..., None], last.shape)
-    return _flat_steps(spread)[_flat_steps(cut[..., None] & last)]
-
-
-# ---- recursions over time --------------------------------------------------------------------------------------------------
-
-
-def reverse_scan(x: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + decay_t y_(t+1) along the first axis, with y_T = 0.
-    `x`, `decay`: [T, ...] of one floating type; NaN in x spreads to everything before it, decay 0 or not."""
-    reach = 1
-    while reach < x.shape[0]:
-        # Each entry holds the sum over `reach` successors; it now adds the sums that as many later entries hold.
-        x = torch.cat([torch.addcmul(x[:-reach], decay[:-reach], x[reach:]), x[-reach:]])
-        decay = torch.cat([decay[:-reach] * decay[reach:], decay[-reach:]])
-        reach *= 2
-    return x
-
-
-@torch.no_grad()
-def gae_scan(
-    *,
-    reward: Tensor,
-    value: Tensor,
-    last_value: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    final_value: Tensor,
-    gamma: float,
-    gae_lambda: float,
-    mask: Tensor | None = None,
-    discount: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`gae` for tensors on any device. Arguments, results and errors are the same."""
-    cut = truncated & ~terminated
-    check_final_value(tuple(final_value.shape), int(cut.sum()))
-    values = value.double()
-    following = _next_counted(values, last_value.double(), mask)
-    following = following.masked_scatter(cut, final_value.double())
-    following = following.masked_fill(terminated, 0.0)
-    step_gamma = torch.full_like(values, gamma) if discount is None else discount.double()
-    delta = reward.double() + step_gamma * following - values
-    decay = (step_gamma * gae_lambda).masked_fill(terminated | truncated, 0.0)
-    if mask is not None:
-        # A masked step is the identity: it adds nothing and passes on what comes after it.
-        delta, decay = delta.masked_fill(~mask, 0.0), decay.masked_fill(~mask, 1.0)
-    advantage = reverse_scan(delta, decay).to(value.dtype)
-    returns = advantage + value
-    if mask is not None:
-        advantage, returns = advantage.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
-    return advantage, returns
-
-
-def _next_counted(values: Tensor, last_value: Tensor, mask: Tensor | None) -> Tensor:
-    """[T, N]: for each step the value of the next step that counts; `last_value` after the last of them."""
-    extended = torch.cat([values, last_value[None]])
-    if mask is None:
-        return extended[1:]
-    num_steps = values.shape[0]
-    place = torch.arange(num_steps, device=values.device)[:, None].expand_as(values)
-    place = torch.where(mask, place, num_steps)
-    place = torch.cat([place[1:], torch.full_like(place[:1], num_steps)])
-    nearest = place.flip(0).cummin(0).values.flip(0)
-    return extended.gather(0, nearest)
-
-
-@torch.no_grad()
-def token_returns_scan(*, reward: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
-    """`token_returns` for tensors on any device."""
-    gain = reward.double().t()
-    decay = torch.full_like(gain, gamma)
-    if mask is not None:
-        gain, decay = gain.masked_fill(~mask.t(), 0.0), decay.masked_fill(~mask.t(), 1.0)
-    returns = reverse_scan(gain, decay).t().to(reward.dtype)
-    return returns.contiguous() if mask is None else returns.masked_fill(~mask, 0.0)
