@@ -68,6 +68,13 @@ class ActionTokenizer:
         return choice
 
 
+def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """Choices [...] int64 from their probabilities [..., V] by the inverse cumulative distribution at `noise` [...], uniform in [0, 1)."""
+    cumulative = probabilities.cumsum(dim=-1)
+    # Rounding may leave the last sum below the noise: the draw then ends at the last choice that the sum feels, however many follow.
+    return ((cumulative <= noise.unsqueeze(-1)) & (cumulative < cumulative[..., -1:])).sum(dim=-1)
+
+
 @dataclass(frozen=True)
 class TokenDistribution:
     """Categorical distribution over V choices for each of L tokens, at a temperature, in float32."""
@@ -88,10 +95,7 @@ class TokenDistribution:
         """Sample choices [B, L] int64 by the inverse cumulative distribution at `noise` (uniform in [0, 1), [B, L]); None: the mode."""
         if noise is None:
             return self.log_probs.argmax(dim=-1)
-        cumulative = self.log_probs.exp().cumsum(dim=-1)
-        choice = torch.searchsorted(cumulative, noise.unsqueeze(-1).contiguous(), right=True).squeeze(-1)
-        # Rounding may leave the last sum below the noise.
-        return choice.clamp(max=self.log_probs.shape[-1] - 1)
+        return draw(self.log_probs.exp(), noise)
 
     def log_prob(self, choice: Tensor) -> Tensor:
         """Log-probabilities [B, L] of the choices [B, L]."""

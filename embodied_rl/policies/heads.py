@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_rl.policies.action_tokens import draw
+
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 MAX_SQUASHED = 1.0 - 1e-6
 """Largest magnitude of a squashed action: keeps atanh finite (|u| <= 7.25) and, in float32, differs from 1."""
@@ -105,9 +107,7 @@ class Categorical(Head):
         if noise is None:
             action = outputs.argmax(dim=-1, keepdim=True)
         else:
-            cumulative = torch.softmax(outputs, dim=-1).cumsum(dim=-1)
-            # Rounding may leave the last sum below the noise.
-            action = (cumulative <= noise).sum(dim=-1, keepdim=True).clamp(max=self.num_outputs - 1)
+            action = draw(torch.softmax(outputs, dim=-1).unsqueeze(-2), noise)
         return action, self.log_prob(outputs, action)
 
     def log_prob(self, outputs: Tensor, action: Tensor) -> Tensor:

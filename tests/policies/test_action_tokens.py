@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
+from embodied_rl.policies.heads import Categorical
 
 TOKENS = ActionTokenizer()
 
@@ -75,6 +76,15 @@ def test_temperature_and_entropy() -> None:
     assert uniform.entropy.item() == pytest.approx(math.log(256), rel=1e-6)
 
 
-def test_noise_just_below_one_stays_inside() -> None:
-    distribution = TokenDistribution.from_logits(torch.randn(1, 1, 256, generator=torch.Generator().manual_seed(0)))
-    assert distribution.sample(torch.full((1, 1), 1 - 2**-24)).item() <= 255
+def test_noise_just_below_one_draws_no_impossible_choice() -> None:
+    """Where the rounded sum of all probabilities stays below the noise, the last choice is not drawn for that: its probability is 0."""
+    logits = torch.randn(64, 1, 256, generator=torch.Generator().manual_seed(0))
+    logits[..., -1] = -200.0
+    distribution, noise = TokenDistribution.from_logits(logits), torch.full((64, 1), 1 - 2**-24)
+    assert (distribution.log_probs.exp().cumsum(-1)[..., -1] <= noise).any()
+    choice = distribution.sample(noise)
+    assert (choice < 255).all()
+    assert (distribution.log_prob(choice) > -20).all()
+    few = logits[..., -5:].squeeze(1)
+    assert (torch.softmax(few, -1).cumsum(-1)[:, -1] < 1).any()
+    assert (Categorical(5).sample(few, noise)[0] < 4).all()
