@@ -202,16 +202,17 @@ class LanguagePolicy(TrainedModule):
 
     def _keeping(self, logits: Tensor, rows: Rows, sequences: Sequence[TokenSequence]) -> Tensor:
         """[E, V] logits, -inf for tokens that the answer's structure excluded."""
+        excluded: Tensor | None = None
         for number, sequence in enumerate(sequences):
             for first, end, structure, stop_ids in sequence.structures:
                 if self._structures is None:
                     self._structures = Structures(self.tokenizer, logits.shape[1])
                 allowed = self._structures.allowed_along(structure, stop_ids, sequence.token_ids[first:end].tolist(), logits.device)
                 own = np.flatnonzero((rows.sequence == number) & (rows.column >= first) & (rows.column < end))
-                excluded = torch.zeros_like(logits, dtype=torch.bool)
+                excluded = torch.zeros_like(logits, dtype=torch.bool) if excluded is None else excluded
                 excluded[torch.from_numpy(own).to(logits.device)] = ~allowed[torch.from_numpy(rows.column[own] - first).to(logits.device)]
-                logits = logits.masked_fill(excluded, float("-inf"))
-        return logits
+        # Once for all answers: a vocabulary's logits are large, and autograd keeps each mask.
+        return logits if excluded is None else logits.masked_fill(excluded, float("-inf"))
 
     def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         images = [image for sequence in sequences for image in sequence.images]

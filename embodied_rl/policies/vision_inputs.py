@@ -33,6 +33,8 @@ class VisionInputs:
         self.image_token_id = int(_image_token_id(config))
         self.has_grids = hasattr(config.vision_config, "spatial_merge_size")
         """Whether the number of an image's tokens depends on its size."""
+        self._grids: dict[tuple[int, ...], Tensor] = {}
+        """{size of an image: its grid [3]}, so that only `tensors` processes pixels."""
 
     @staticmethod
     def read(folder: str | Path, config: PretrainedConfig) -> VisionInputs:
@@ -80,8 +82,7 @@ class VisionInputs:
         if not images:
             return []
         if self.has_grids:
-            grids = self.tensors(images)["image_grid_thw"]
-            return [int(grid.prod()) // self._config.vision_config.spatial_merge_size**2 for grid in grids]
+            return [int(grid.prod()) // self._config.vision_config.spatial_merge_size**2 for grid in self._grids_of(images)]
         vision = self._config.vision_config
         patches = (vision.image_size // vision.patch_size) ** 2
         return [patches + (1 if self._config.vision_feature_select_strategy == "full" else 0)] * len(images)
@@ -122,10 +123,16 @@ class VisionInputs:
             return np.broadcast_to(plain, (3, len(token_ids))).copy()
         ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
         kinds = torch.where(ids == self.image_token_id, _IMAGE, 0).int()
-        positions, _ = model.model.get_rope_index(
-            ids, mm_token_type_ids=kinds, image_grid_thw=self.tensors(images)["image_grid_thw"], attention_mask=torch.ones_like(ids)
-        )
+        grids = self._grids_of(images)
+        positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=torch.ones_like(ids))
         return positions[:, 0].numpy()
+
+    def _grids_of(self, images: Sequence[np.ndarray]) -> Tensor:
+        """[I, 3] patches of each image in time, height and width."""
+        for image in images:
+            if image.shape not in self._grids:
+                self._grids[image.shape] = self.tensors([image])["image_grid_thw"][0]
+        return torch.stack([self._grids[image.shape] for image in images])
 
 
 def _image_token_id(config: PretrainedConfig) -> int:

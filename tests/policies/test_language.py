@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.language import LanguagePolicy, TokenEvaluation, build_language_policy, token_statistics
 from embodied_rl.policies.packed_attention import packed_inputs
 from embodied_rl.policies.packing import Layout, TokenSequence
+from tests.generation.constrained import ANSWERS, STRUCTURE, masked_log_prob
 from tests.policies.language_models import WINDOW, alone, load, make_model, random_sequences, tiny
 
 KINDS = ("llama", "llama_tied", "qwen3", "qwen2_sliding", "mistral_sliding", "qwen2_moe_sliding", "gpt2")
@@ -67,6 +70,35 @@ def test_equals_each_sequence_alone(folders: dict[str, Path], kind: str, layout:
 def test_eager_attention(folders: dict[str, Path], layout: Layout) -> None:
     sequences = random_sequences(2, LENGTHS)
     check(build(folders["qwen2_sliding"], layout=layout, attention="eager").evaluate(sequences), sequences, load(folders["qwen2_sliding"]))
+
+
+class Masks(TorchDispatchMode):
+    """Counts how often logits are masked."""
+
+    def __init__(self, num_rows: int, vocabulary: int) -> None:
+        super().__init__()
+        self.shape, self.count = (num_rows, vocabulary), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.masked_fill.Scalar and tuple(args[0].shape) == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_answers_with_structures_are_scored_among_their_allowed_tokens_by_one_mask(folders: dict[str, Path]) -> None:
+    """The logits of a real vocabulary are too large to be copied for every answer."""
+    policy, stop, prompt = build(folders["llama"]), 2, np.array([5, 9, 30])
+    answers = [np.array([*policy.tokenizer.encode(json.dumps(answer)), stop]) for answer in ANSWERS]
+    sequences = [TokenSequence.of(prompt, answer, structure=STRUCTURE, stop_ids=(stop,)) for answer in answers]
+    sequences.append(TokenSequence.of(prompt, answers[0]))
+    with Masks(sum(map(len, answers)) + len(answers[0]), policy.hf_config.vocab_size) as masks:
+        found = policy.evaluate(sequences)
+    assert masks.count == 1
+    check(TokenEvaluation(found.log_prob[3:], found.entropy[3:], None, found.mask[3:]), sequences[3:], load(folders["llama"]))
+    for row, answer in enumerate(answers):
+        with torch.no_grad():
+            logits = load(folders["llama"])(input_ids=torch.from_numpy(sequences[row].token_ids)[None]).logits[0, len(prompt) - 1 : -1]
+        expected, _ = masked_log_prob(logits, answer.tolist(), policy.tokenizer, stop=stop)
+        np.testing.assert_allclose(found.log_prob[row][found.mask[row]].detach().numpy(), expected, atol=TOLERANCE)
 
 
 def test_sdpa_is_refused_where_it_would_leave_out_the_cap_of_attention(tmp_path: Path) -> None:

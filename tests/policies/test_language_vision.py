@@ -80,6 +80,22 @@ def test_pictures_matter_and_learn(folders: dict[str, Path], kind: str) -> None:
     assert any(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in policy.parameters())
 
 
+def test_pixels_are_processed_once_per_forward(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of tokens and positions follow from a picture's size, which is known from its first forward on."""
+    policy = build(folders["qwen2_vl"])
+    assert policy.vision is not None
+    sequences, processed = sequences_of(policy), []
+
+    def process(images: list[np.ndarray], **options: Any) -> Any:
+        processed.extend(images)
+        return processor(images=images, **options)
+
+    processor = policy.vision._processor
+    monkeypatch.setattr(policy.vision, "_processor", process)
+    policy.evaluate(sequences)
+    assert len(processed) == sum(len(sequence.images) for sequence in sequences) == 3
+
+
 def test_number_of_tokens_by_hand(folders: dict[str, Path]) -> None:
     grids = build(folders["qwen2_vl"]).vision
     assert grids is not None
