@@ -515,9 +515,17 @@ class OpenAITokens(tokens.TokenBackend):
         else:
             assert self._tokenizer is not None
             body["prompt"] = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
-        if options.api != "token_ids" and request.seed is not None:
-            body["seed"] = request.seed
+        if options.api != "token_ids":
+            body |= {} if request.seed is None else {"seed": request.seed}
+            body |= {"stop": stops} if (stops := self._stop_texts(request)) else {}
         return body
+
+    def _stop_texts(self, request: tokens.GenerationRequest) -> list[str]:
+        """Texts that end an answer beside the server's own end of sequence."""
+        if self._tokenizer is None:
+            return []
+        own = [token for token in request.stop_ids if token != self._tokenizer.eos_id]
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in own]
 
     def _completion(self, request: tokens.GenerationRequest, reply: Reply, reason: tokens.FinishReason) -> tokens.Completion:
         if self._options.api == "token_ids":

@@ -154,8 +154,10 @@ def test_completions_in_text_send_the_prompts_text(serve: Any, tokenizer: ChatTo
         api="completions",
         stream=False,
     )
-    (found,) = ask(backend, request(prompt_ids=tokenizer.chat([{"role": "user", "content": "go"}])))
+    prompt_ids, stop_ids = tokenizer.chat([{"role": "user", "content": "go"}]), tokenizer.stop_ids("<|im_start|>")
+    (found,) = ask(backend, request(prompt_ids=prompt_ids, stop_ids=stop_ids))
     assert server.exchanges[0].body["prompt"] == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert server.exchanges[0].body["stop"] == ["<|im_start|>"], "the end of sequence is the server's own"
     assert found.text == " left"
     assert tokenizer.decode(found.token_ids) == " left"
     assert not found.trainable
