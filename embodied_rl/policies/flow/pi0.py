@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
-from embodied_rl.errors import UserError, require_known
+from embodied_rl.errors import UserError
 from embodied_rl.files import reset_mode, write_atomic
-from embodied_rl.policies.base import TensorObservation, instructions_of, numpy_of
+from embodied_rl.policies.base import TensorObservation, image_of, instructions_of, numpy_of, vector_of
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
@@ -164,8 +164,8 @@ class PI0Inputs:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, spec: SimSpec, options: PI0Options, state: Moments
     ) -> None:
-        for key in (*options.cameras, *([options.state_key] if options.state_key is not None else [])):
-            require_known(key, spec.tensors, f"Observation '{key}' does not exist in task '{spec.task}'.")
+        for key in options.cameras:
+            image_of(spec, key, "policy.cameras")
         self.tokenizer, self.spec, self.options, self.state = tokenizer, spec, options, state
         vision = config.vlm_config.vision_config
         self.image_size = int(vision.image_size)
@@ -173,7 +173,7 @@ class PI0Inputs:
         self.image_token_id = int(config.vlm_config.image_token_id)
         self.max_state_dim = int(config.max_state_dim)
         if options.state_key is not None:
-            width = spec.tensors[options.state_key].shape[-1]
+            (width,) = vector_of(spec, options.state_key, "policy.state_key").shape
             if width > self.max_state_dim or (state.mean and width != len(state.mean)):
                 wanted = f"{len(state.mean)}" if state.mean else f"at most {self.max_state_dim}"
                 raise UserError(f"The robot's state '{options.state_key}' has {width} numbers, but this pi0 was trained with {wanted}.")
@@ -380,12 +380,13 @@ def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
 
 
 def letterbox(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize uint8 [H, W, 3] to [size, size, 3]: longer side to `size`, bilinear, black bars on both sides, as in openpi's training."""
+    """Resize uint8 [H, W, 3] to [size, size, 3]: longer side to `size`, the other rounded down, bilinear, black bars on both sides, as in
+    openpi's training."""
     height, width = image.shape[:2]
     if (height, width) == (size, size):
         return image
-    scale = size / max(height, width)
-    new = max(1, round(width * scale)), max(1, round(height * scale))
+    ratio = max(height, width) / size
+    new = max(1, int(width / ratio)), max(1, int(height / ratio))
     canvas = np.zeros((size, size, 3), np.uint8)
     top, left = (size - new[1]) // 2, (size - new[0]) // 2
     canvas[top : top + new[1], left : left + new[0]] = np.asarray(Image.fromarray(image).resize(new, Image.Resampling.BILINEAR))

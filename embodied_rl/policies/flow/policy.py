@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from embodied_rl.config import FlowPolicyConfig, PolicyConfig
 from embodied_rl.config.policy import FlowOptions
-from embodied_rl.errors import UserError, require_known
+from embodied_rl.errors import UserError
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
-from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation, numpy_of
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation, image_of, numpy_of, vector_of
 from embodied_rl.policies.heads import LOG_SQRT_2PI
 from embodied_rl.policies.normalization import RunningNorm
-from embodied_rl.types import SimSpec, TensorSpec
+from embodied_rl.types import SimSpec
 
 
 @dataclass(frozen=True)
@@ -382,8 +382,7 @@ class FlowPolicy(Policy, Generic[Context]):
         features = self.model.features(context)
         if noise is not None and tuple(noise.shape) != (len(features), self.noise_width):
             raise UserError(f"This policy's noise must be [{len(features)}, {self.noise_width}], got {list(noise.shape)}.")
-        denoise = self._denoise_one if self.layout.one_step else self._denoise_all
-        record, steps = denoise(context, features, noise)
+        record, steps = self._denoise(context, features, noise)
         log_prob, _ = self._score(record, steps)
         return ActionOutput(self.layout.pack(record), log_prob, self.critic(features))
 
@@ -422,7 +421,7 @@ class FlowPolicy(Policy, Generic[Context]):
     def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Denoised chunks within the bounds, and the log-density of the denoising; gradients flow through every step."""
         context = self.model.context(observation)
-        record, steps = (self._denoise_one if self.layout.one_step else self._denoise_all)(context, self.model.features(context), noise)
+        record, steps = self._denoise(context, self.model.features(context), noise)
         return self.bounded(record.chunk).flatten(1), self._score(record, steps)[0]
 
     def bounded(self, chunk: Tensor) -> Tensor:
@@ -476,49 +475,36 @@ class FlowPolicy(Policy, Generic[Context]):
         latent = self.layout.num_latent
         return noise[:, :latent].reshape(rows, *self.layout.latent), noise[:, latent:]
 
-    def _denoise_one(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
-        """Denoise with one random stochastic step per row, and ordinary steps otherwise."""
-        rows, num_steps = len(features), self.options.num_steps
+    def _denoise(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
+        """Denoise with stochastic steps only; with flow_sde, with one random stochastic step per row."""
+        rows, num_steps, latent = len(features), self.options.num_steps, self.layout.num_latent
         x, rest = self._start(rows, noise)
         index = torch.zeros(rows, dtype=torch.int64, device=x.device)
-        if rest is not None:
+        if self.layout.one_step and rest is not None:
             # The distribution function turns a normal number into a uniform one, so the caller draws only one kind of noise.
             uniform = torch.special.ndtr(rest[:, -1].double())
             index = (uniform * num_steps).long().clamp(max=num_steps - 1)
-        before, after = torch.zeros_like(x), torch.zeros_like(x)
-        mean, std = torch.zeros_like(x), x.new_ones(rows, 1, 1)
+        chain, steps = [x], []
         for step in range(num_steps):
             t = step_time(torch.full_like(index, step), num_steps)
             velocity = self.model.velocity(context, x, t)
             transition = self._transition(features, x, velocity, t)
-            chosen = (index == step)[:, None, None]
             moved = ode_step(x, velocity, 1.0 / num_steps)
             if rest is not None:
-                moved = torch.where(chosen, transition.sample(rest[:, :-1].reshape(x.shape)), moved)
-            before, after = torch.where(chosen, x, before), torch.where(chosen, moved, after)
-            mean, std = torch.where(chosen, transition.mean, mean), torch.where(chosen, transition.std, std)
-            x = moved
-        used = self.layout.used
-        return Record(used(x), before[:, None], used(after), index), [(Transition(mean, std), after)]
-
-    def _denoise_all(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
-        """Denoise with stochastic steps only."""
-        rows, num_steps = len(features), self.options.num_steps
-        x, rest = self._start(rows, noise)
-        chain, steps = [], []
-        for step in range(num_steps):
-            t = step_time(torch.full((rows,), step, device=x.device), num_steps)
-            velocity = self.model.velocity(context, x, t)
-            transition = self._transition(features, x, velocity, t)
-            if rest is None:
-                moved = ode_step(x, velocity, 1.0 / num_steps)
-            else:
-                latent = self.layout.num_latent
-                moved = transition.sample(rest[:, step * latent : (step + 1) * latent].reshape(x.shape))
-            chain.append(x)
+                own = 0 if self.layout.one_step else step * latent
+                drawn = transition.sample(rest[:, own : own + latent].reshape(x.shape))
+                moved = torch.where((index == step)[:, None, None], drawn, moved) if self.layout.one_step else drawn
+            chain.append(moved)
             steps.append((transition, moved))
             x = moved
-        return Record(self.layout.used(x), torch.stack(chain, dim=1)), steps
+        used = self.layout.used
+        if not self.layout.one_step:
+            return Record(used(x), torch.stack(chain[:-1], dim=1)), steps
+        before, after, mean, std = (
+            torch.stack(parts)[index, torch.arange(rows, device=x.device)]
+            for parts in (chain[:-1], chain[1:], [step.mean for step, _ in steps], [step.std for step, _ in steps])
+        )
+        return Record(used(x), before[:, None], used(after), index), [(Transition(mean, std), after)]
 
     def _replay(self, context: Context, features: Tensor, record: Record) -> list[_Step]:
         """The stochastic steps of a record under the current weights."""
@@ -572,7 +558,7 @@ class FlowNetwork(VelocityModel[Tensor]):
         self.trunk: ImageTrunk | None = None
         size = 0
         if config.state_key is not None:
-            size += _part(spec, config.state_key, 1).shape[0]
+            size += vector_of(spec, config.state_key, "policy.state_key").shape[0]
             if config.normalize_observation:
                 self.normalizer = RunningNorm(size)
         if config.image_key is not None:
@@ -583,7 +569,7 @@ class FlowNetwork(VelocityModel[Tensor]):
                 cnn_kernels=config.cnn_kernels,
                 cnn_strides=config.cnn_strides,
             )
-            self.trunk = ImageTrunk(_part(spec, config.image_key, 3).shape, stack)
+            self.trunk = ImageTrunk(image_of(spec, config.image_key, "policy.image_key").shape, stack)
             size += self.trunk.num_features
         self.num_features = size
         # Periods from 4, which distinguishes the ends, down to 1/2: higher frequencies are too hard to interpolate between.
@@ -637,12 +623,3 @@ def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")
     network = FlowNetwork(config, spec)
     return FlowPolicy(network, Critic(network.num_features, config), spec, config, network.latent)
-
-
-def _part(spec: SimSpec, key: str, num_axes: int) -> TensorSpec:
-    require_known(key, spec.tensors, f"Observation '{key}' does not exist in task '{spec.task}'.")
-    part = spec.tensors[key]
-    if len(part.shape) != num_axes or (num_axes == 3 and part.dtype != "uint8"):
-        wanted = "a vector" if num_axes == 1 else "an image, uint8 [height, width, 3]"
-        raise UserError(f"Observation '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}, where the policy wants {wanted}.")
-    return part

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
-from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
-from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, instructions_of, numpy_of
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, numpy_of
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape, shapes_of
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel, attention_mask
@@ -342,7 +342,7 @@ class VLAPolicy(Policy):
     def state_value(self, features: Tensor) -> Tensor:
         """See `Policy.state_value`. Raises UserError without a value head."""
         self._check_value_head()
-        return self._value(features.to(self.model.dtype)).float()
+        return self._value(features)
 
     def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Centers [B, L] of sampled tokens, and minus the entropy [B, L] of an action that is uniform within its token's interval of the
@@ -538,12 +538,9 @@ def _check_spec(
     if len(options.cameras) != num_images:
         raise UserError(f"The model sees {num_images} image(s), but policy.cameras names {len(options.cameras)}: {list(options.cameras)}.")
     for key in options.cameras:
-        require_known(key, spec.tensors, f"policy.cameras: '{key}' is not an observation of task '{spec.task}'.")
-        part = spec.tensors[key]
-        if part.dtype != "uint8" or len(part.shape) != 3 or part.shape[-1] != 3:
-            raise UserError(f"policy.cameras: '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}, not uint8 [H, W, 3].")
+        image_of(spec, key, "policy.cameras")
     if proprio_dim is not None:
-        part = spec.tensors.get(options.proprio_key)  # type: ignore[assignment]
+        part = spec.tensors.get(options.proprio_key)
         if part is None or part.shape != (proprio_dim,):
             shape = "missing" if part is None else str(list(part.shape))
             raise UserError(

@@ -271,6 +271,9 @@ def test_letterbox() -> None:
     assert (picture[:, 2:10] == 200).all()
     assert not picture[:, :2].any()
     assert not picture[:, 10:].any()
+    # openpi rounds down: 240 high, 424 wide, to 224: 240 / (424 / 224) = 126.8, so 126 high and 49 black rows on each side.
+    rows = letterbox(np.full((240, 424, 3), 200, np.uint8), 224).any(axis=(1, 2))
+    assert (rows[:49].any(), rows[49:175].all(), rows[175:].any()) == (False, True, False)
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
@@ -283,6 +286,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
         (lambda: load(folder, action=Moments((0.0,) * 7, (1.0,) * 7)), "takes 3 action dimensions, but this pi0 was trained with 7"),
         (lambda: load(folder, state=Moments((0.0,) * 7, (1.0,) * 7)), "has 3 numbers, but this pi0 was trained with 7"),
         (lambda: load_pi0_policy(folder, SPEC, PI0Options(cameras=("rbg",))), "Did you mean 'rgb'"),
+        (lambda: load_pi0_policy(folder, SPEC, PI0Options(cameras=("state",))), "policy.cameras='state': .* shows no image 'state'"),
         (lambda: load(folder).prepare({**observe(1), "rgb": np.zeros((1, 24, 16, 3), np.float32)}), "must hold uint8 images"),
         (lambda: Moments((0.0,), ()), "1 means but 0 deviations"),
     ]

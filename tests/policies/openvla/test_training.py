@@ -376,7 +376,7 @@ def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:
         ({"path": "nowhere"}, SPEC, r"policy\.path='nowhere' is not a folder"),
         ({"unnorm_key": "bridge_orign"}, SPEC, r"unnorm_key='bridge_orign' is not in .*Did you mean 'bridge_orig'"),
         ({}, dataclasses.replace(SPEC, action=ActionSpec.continuous([-1.0] * 4, [1.0] * 4)), r"takes 4 action dimensions, but .* has 7"),
-        ({}, dataclasses.replace(SPEC, observation={"state": TensorSpec((3,))}), r"'rgb' is not an observation of task"),
+        ({}, dataclasses.replace(SPEC, observation={"state": TensorSpec((3,))}), r"policy\.cameras='rgb': .* shows no image at all"),
         ({}, dataclasses.replace(SPEC, instruction=None), r"gives no instruction\. .*set policy\.instruction"),
         ({"lora_rank": 2, "lora_targets": ("q_prj",)}, SPEC, r"lora_targets=\['q_prj'\] fits no layer.*q_proj"),
     ],
