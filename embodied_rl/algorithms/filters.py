@@ -91,20 +91,23 @@ def path(*, path: str, minimum: Score | None = None, maximum: Score | None = Non
 
 
 def follow(start: object, dotted: str) -> Any:
-    """The value at a dotted path of attributes and keys. Raises UserError naming the missing part and the available names."""
-    value: Any = start
-    for name in dotted.split("."):
+    """The value at a dotted path of attributes and keys; keys may contain dots. Raises UserError naming the missing part and the available
+    names."""
+    value, parts = start, dotted.split(".")
+    while parts:
+        name, used = parts[0], 1
         if isinstance(value, Mapping):
-            if name not in value:
+            # The longest name first, because a key may itself contain dots.
+            used = next((count for count in range(len(parts), 0, -1) if ".".join(parts[:count]) in value), 0)
+            if not used:
                 raise UserError(f"'{dotted}' does not exist: '{name}' is missing.{did_you_mean(name, map(str, value))}")
-            value = value[name]
-        elif name and not name.startswith("_") and hasattr(value, name):
+            value = value[".".join(parts[:used])]
+        elif name in (public := [known for known in dir(value) if not known.startswith("_")]):
             value = getattr(value, name)
         else:
-            public = (
-                [known for known in dir(value) if not known.startswith("_")] if type(value).__module__.startswith("embodied_rl") else []
-            )
-            raise UserError(f"'{dotted}' does not exist: a {type(value).__name__} has no '{name}'.{did_you_mean(name, public)}")
+            shown = public if type(value).__module__.startswith("embodied_rl") else []
+            raise UserError(f"'{dotted}' does not exist: a {type(value).__name__} has no '{name}'.{did_you_mean(name, shown)}")
+        parts = parts[used:]
     return value
 
 

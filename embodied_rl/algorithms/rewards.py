@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
+from embodied_rl.algorithms.filters import follow
 from embodied_rl.algorithms.grouped import group_statistics
 from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
 
@@ -217,28 +218,14 @@ def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
     Returns:
         [B] int64, from 0 in order of first appearance. Values are compared as JSON: lists and mappings by content, 1 is not "1" nor True.
 
-    Raises UserError: a row lacks the key; the message has the row's number and keys.
+    Raises UserError: a row lacks the key; the message has its keys.
     """
     paths = (keys,) if isinstance(keys, str) else tuple(keys)
     if not paths:
         raise UserError("group_ids needs at least one key.")
     numbers: dict[tuple[str, ...], int] = {}
-    ids = [numbers.setdefault(tuple(_canonical(_lookup(row, path, i)) for path in paths), len(numbers)) for i, row in enumerate(rows)]
+    ids = [numbers.setdefault(tuple(_canonical(follow(row, path)) for path in paths), len(numbers)) for row in rows]
     return torch.tensor(ids, dtype=torch.int64)
-
-
-def _lookup(row: object, path: str, index: int) -> object:
-    node, rest = row, path
-    while rest:
-        names = [str(name) for name in node] if isinstance(node, Mapping) else [name for name in dir(node) if not name.startswith("_")]
-        parts = rest.split(".")
-        # The longest name first, because a key may itself contain dots.
-        name = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in names), None)
-        if name is None:
-            raise UserError(f"Row {index} has no '{path}': no '{parts[0]}' in it.{did_you_mean(parts[0], names)}")
-        node = node[name] if isinstance(node, Mapping) else getattr(node, name)
-        rest = rest[len(name) + 1 :]
-    return node
 
 
 def _canonical(value: object) -> str:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator, QueuedGenerator
-from embodied_rl.types import Observation, SimSpec
+from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 
 class WrappedGenerator(Generator):
@@ -69,14 +69,7 @@ class NoisyGenerator(WrappedGenerator):
 
     def __init__(self, generator: Generator, spec: SimSpec, seed: int) -> None:
         super().__init__(generator)
-        self._action, self._random = spec.action, np.random.default_rng(seed)
+        self._layout, self._random = ActionLayout.of(spec.action), np.random.default_rng(seed)
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        if noise is None:
-            shape = (len(slots), self._action.dim)
-            noise = (
-                self._random.random(shape, np.float32)
-                if self._action.kind == "discrete"
-                else self._random.standard_normal(shape, np.float32)
-            )
-        super().send(slots, observation, noise)
+        super().send(slots, observation, self._layout.noise(self._random, (len(slots),)) if noise is None else noise)

@@ -28,8 +28,8 @@ class ActorCritic(Policy):
         super().__init__()
         self.config = self.built_from = config
         self.spec = spec
-        self.head: Head = _make_head(config, spec.action)
         self._keys = _keys_read(config, spec)
+        self.head: Head = _make_head(config, spec.action)
         shape = spec.tensors[self._keys[0]].shape
         self.normalizer: RunningNorm | None = None
         self.trunk: nn.Module | None = None
@@ -172,9 +172,7 @@ class MixedTrunk(nn.Module):
 def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
     """Build an actor-critic for a simulator; weights come from torch's global generator, so seed it first.
     Raises UserError: the simulator lacks an observation, or the encoder cannot read it."""
-    if config.encoder == "mixed":
-        _keys_read(config, spec)
-    else:
+    if config.encoder != "mixed":
         _check_one_key(config, spec)
     if config.distribution == "squashed" and spec.action.kind == "discrete":
         raise UserError(

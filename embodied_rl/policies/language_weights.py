@@ -18,7 +18,7 @@ from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.policies.model_folder import check_safetensors, first_line
+from embodied_rl.policies.model_folder import first_line, weight_files
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -69,7 +69,7 @@ def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
 def _read_adapter(peft: ModuleType, model: nn.Module, folder: Path) -> nn.Module:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' has no adapter_config.json, so it is not a peft adapter.")
-    check_safetensors(folder, "adapter_model")
+    weight_files(folder, "adapter_model")
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), adapter_name=_ADAPTER, is_trainable=True, local_files_only=True)
     except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:

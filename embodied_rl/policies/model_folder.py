@@ -33,7 +33,7 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"Model folder '{folder}' does not exist. Download the model there, or give the path of a local model.")
     config = read_config(folder)
-    check_safetensors(folder, "model")
+    weight_files(folder, "model")
     return config
 
 
@@ -51,8 +51,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_safetensors(folder: Path, prefix: str) -> None:
-    """Raise UserError unless ``{prefix}*.safetensors`` exist, with every shard of an index."""
+def weight_files(folder: Path, prefix: str) -> list[Path]:
+    """The files ``{prefix}*.safetensors``, or those that an index names. Raises UserError if there are none, or a shard is missing."""
     index = folder / _INDEX
     if prefix == "model" and index.is_file():
         try:
@@ -62,9 +62,9 @@ def check_safetensors(folder: Path, prefix: str) -> None:
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
         if missing:
             raise UserError(f"'{folder}' lacks {len(missing)} of {len(shards)} shards that its index names, '{missing[0]}' first.")
-        return
-    if any(folder.glob(f"{prefix}*.safetensors")):
-        return
+        return [folder / shard for shard in sorted(shards)]
+    if files := sorted(folder.glob(f"{prefix}*.safetensors")):
+        return files
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise UserError(

@@ -65,7 +65,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
 
     Raises MissingExtraError; UserError: `vocab_size` is too small for these.
     """
-    transformers = import_transformers()
     with from_extra("A tokenizer", "language"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -78,8 +77,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         vocab_size=vocab_size, special_tokens=[PAD, START, END], initial_alphabet=sorted(alphabet), show_progress=False, min_frequency=2
     )
     tokenizer.train_from_iterator(texts, trainer)
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[START], clean_up_tokenization_spaces=False
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Any, **special: str) -> Any:
+    """A tokenizer of the library `tokenizers`, with transformers' interface."""
+    wrapped = import_transformers().PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+        **special,
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
@@ -148,7 +157,6 @@ def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:
 
     `max_words`: number of most frequent words to keep. Raises MissingExtraError: transformers is not installed.
     """
-    transformers = import_transformers()
     with from_extra("A tokenizer", "language"):
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     counted = Counter(piece for text in [*texts, "user", "assistant", "system"] for piece in _PIECE.findall(text))
@@ -157,13 +165,4 @@ def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE.pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[START],
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    return _wrapped(tokenizer, unk_token=UNKNOWN)

@@ -234,9 +234,9 @@ def test_groups_by_dotted_keys() -> None:
 
 
 def test_a_key_that_is_missing_is_named() -> None:
-    with pytest.raises(UserError, match=r"Row 0 has no 'task.nam': no 'nam' in it. Did you mean 'name'\? Known: name, tags."):
+    with pytest.raises(UserError, match=r"'task.nam' does not exist: 'nam' is missing. Did you mean 'name'\? Known: name, tags."):
         group_ids(ROWS, "task.nam")
-    with pytest.raises(UserError, match="Row 1 has no 'seed'"):
+    with pytest.raises(UserError, match="'seed' does not exist: 'seed' is missing"):
         group_ids([{"seed": 1}, {}], "seed")
 
 

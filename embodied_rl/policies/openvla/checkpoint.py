@@ -7,7 +7,7 @@ must be converted first (docs/openvla.md shows how).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic, write_atomic_with
-from embodied_rl.policies.openvla.config import read_json
+from embodied_rl.policies.model_folder import weight_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 4
@@ -36,8 +36,8 @@ def load_weights(
     Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape."""
     wanted = model.state_dict()
     found: set[str] = set()
-    for path, names in _files(directory).items():
-        state = dict(_tensors(path, names, device, dtype))
+    for path in weight_files(directory, "model"):
+        state = read_safetensors(path, dtype=dtype, device=device)
         _check(directory, wanted, state)
         found |= state.keys()
         model.load_state_dict(state, strict=False, assign=True)
@@ -60,7 +60,15 @@ def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: st
     """Read all tensors of a file. Raises UserError if it is missing, damaged, or a pickle."""
     if path.suffix in (".pt", ".pth", ".bin"):
         raise UserError(f"'{path}' is a pickle, which can run code when it is read. Convert it to safetensors (docs/openvla.md).")
-    return dict(_tensors(path, None, device, dtype))
+    state = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"Cannot read '{path}': {error}. Is the file complete?") from error
+    return state
 
 
 def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], directory: Path, max_shard_bytes: int) -> None:
@@ -89,36 +97,6 @@ def save_state(state: Mapping[str, Tensor], path: Path) -> None:
     """Write one safetensors file, marked as PyTorch's so that transformers accepts it."""
     whole = {name: tensor.detach().contiguous() for name, tensor in state.items()}
     write_atomic_with(path, lambda temporary: save_file(whole, temporary, metadata={"format": "pt"}))
-
-
-def _files(directory: Path) -> dict[Path, list[str] | None]:
-    """{file: names to load from it, None for all}. Raises UserError if a shard of the index is missing."""
-    if (directory / INDEX).exists():
-        places = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise UserError(f"'{directory / INDEX}' has no weight_map.")
-        files: dict[Path, list[str] | None] = {}
-        for shard in sorted(set(places.values())):
-            if not (directory / shard).exists():
-                raise UserError(f"Shard '{shard}' of '{directory}' is missing; {INDEX} needs {len(set(places.values()))} shards.")
-            files[directory / shard] = [name for name, place in places.items() if place == shard]
-        return files
-    if not (directory / SINGLE).exists():
-        raise UserError(f"'{directory}' has neither {SINGLE} nor {INDEX}. Only safetensors are supported.")
-    return {directory / SINGLE: None}
-
-
-def _tensors(path: Path, names: list[str] | None, device: str | torch.device, dtype: torch.dtype | None) -> Iterable[tuple[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            stored = set(file.keys())
-            for name in sorted(stored) if names is None else names:
-                if name not in stored:
-                    raise UserError(f"'{path}' lacks '{name}', which {INDEX} places there.")
-                tensor = file.get_tensor(name)
-                yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"Cannot read '{path}': {error}. Is the file complete?") from error
 
 
 def _check(place: object, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -69,7 +69,7 @@ def test_shards_come_back_and_replace_each_other(checkpoint: Path, tmp_path: Pat
 def test_a_missing_shard_is_named(checkpoint: Path, tmp_path: Path) -> None:
     load(checkpoint).save_pretrained(tmp_path, max_shard_bytes=2_100_000)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(UserError, match=r"Shard 'model-00002-of-00003.safetensors' of .* is missing; .* needs 3 shards"):
+    with pytest.raises(UserError, match=r"lacks 1 of 3 shards that its index names, 'model-00002-of-00003.safetensors' first"):
         load(tmp_path)
 
 
@@ -99,22 +99,13 @@ def test_a_damaged_or_missing_file(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read .*model.safetensors.*Is the file complete"):
         load(copy)
     (copy / SINGLE).unlink()
-    with pytest.raises(UserError, match=r"has neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"has no model\*.safetensors. Is the download complete"):
         load(copy)
     (copy / INDEX).write_text('{"weight_map": {}}')
-    with pytest.raises(UserError, match="no weight_map"):
+    with pytest.raises(UserError, match=r"lacks 'vision_backbone.featurizer.pos_embed', .* and \d+ more"):
         load(copy)
     with pytest.raises(UserError, match=r"Cannot read '.*config.json'"):
         load(tmp_path / "nowhere")
-
-
-def test_an_index_that_misplaces_a_tensor(checkpoint: Path, tmp_path: Path) -> None:
-    load(checkpoint).save_pretrained(tmp_path, max_shard_bytes=2_100_000)
-    index = json.loads((tmp_path / INDEX).read_text())
-    index["weight_map"]["projector.fc1.bias"] = index["weight_map"][HEAD]
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"lacks 'projector.fc1.bias', which model.safetensors.index.json places there"):
-        load(tmp_path)
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
