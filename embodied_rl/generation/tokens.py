@@ -91,12 +91,7 @@ class GenerationRequest:
 
     @property
     def samples_from_policy(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution, so that both log-probabilities of a token are equal."""
-        return self.cuts_nothing and self.structure is None
-
-    @property
-    def cuts_nothing(self) -> bool:
-        """Whether only a structure makes the sampling distribution differ from the model's own."""
+        """Whether tokens are drawn from the model's own distribution among the allowed ones, so that both log-probabilities are equal."""
         return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
 
 
@@ -122,8 +117,7 @@ class Completion:
     token_ids: np.ndarray
     """Sampled tokens [n], int64, with the stop token; n may be 0 (aborted or failed at once). Empty from a server of text: see `text`."""
     log_prob: np.ndarray
-    """[n] float32 log-probability under the model's own distribution (temperature 1, masked only by the request's structure). vLLM ignores
-    the structure here unless temperature is 1 and top-p and top-k cut nothing."""
+    """[n] float32 log-probability under the model's own distribution (temperature 1, masked only by the request's structure)."""
     sampling_log_prob: np.ndarray
     """[n] float32 log-probability under the sampling distribution (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
     token at temperature 0. NaN if the backend does not know it."""

@@ -24,7 +24,15 @@ from torch.distributed import distributed_c10d
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.generation import tokens
-from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers, is_vision_language
+from embodied_rl.policies.model_folder import (
+    check_model_folder,
+    check_tokenizer,
+    first_line,
+    import_transformers,
+    is_vision_language,
+    text_config,
+    value_of,
+)
 from embodied_rl.policies.structures import not_compiled
 from embodied_rl.policies.vision_inputs import VisionInputs
 
@@ -158,9 +166,8 @@ class VLLMVision:
         self._folder = folder
 
     @staticmethod
-    def of(folder: Path) -> VLLMVision | None:
+    def of(folder: Path, config: PretrainedConfig) -> VLLMVision | None:
         """Settings of a model folder; None: the model reads only text. Raises UserError as the constructor."""
-        config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not is_vision_language(config):
             return None
         check_tokenizer(folder)  # vLLM's picture processor writes placeholders with it
@@ -233,8 +240,8 @@ def keep_transformers_classes() -> None:
 
 
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
-SAMPLING_COLUMN = -1
-"""Key in the worker's answers, in place of a token id, for the log-probability under the sampling distribution."""
+SAMPLING_COLUMN, OWN_COLUMN = -1, -2
+"""Keys in the worker's answers, in place of token ids: log-probabilities under the sampling and under the model's own distribution."""
 MAX_TOP_LOGPROBS = 20
 _MAX_TEMPERATURE = 2.0
 _CPU_CACHE_GIB = "1"
@@ -289,7 +296,7 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         # Only structures need a tokenizer.
         "skip_tokenizer_init": not _has_tokenizer(options),
         "structured_outputs_config": {"backend": "xgrammar"},
-        "max_logprobs": 1 + MAX_TOP_LOGPROBS,
+        "max_logprobs": 2 + MAX_TOP_LOGPROBS,
         "worker_extension_cls": _EXTENSION,
         "load_format": "safetensors",
         # On CPUs, a prompt that is read in pieces would have to reset its request's random numbers, which torch's CPU generator cannot.
@@ -342,7 +349,7 @@ def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, optio
         stop_token_ids=list(request.stop_ids),
         # The model's own end of sequence counts only if the request names it.
         ignore_eos=True,
-        logprobs=1 + request.top_logprobs,
+        logprobs=2 + request.top_logprobs,
         structured_outputs=None if request.structure is None else StructuredOutputsParams(structural_tag=request.structure),
         detokenize=False,
         skip_special_tokens=False,
@@ -371,16 +378,13 @@ def _check(request: tokens.GenerationRequest, vision: VLLMVision | None) -> None
 class _Answer(tokens.Growing):
     def add(self, output: CompletionOutput) -> None:
         """Append the new tokens of a vLLM CompletionOutput; versions are the caller's."""
-        unknown = 0.0 if self.request.samples_from_policy else float("nan")
         for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
             assert found is not None, "log-probabilities were asked for"
-            own = found[token].logprob
             self.token_ids.append(int(token))
-            drawn = found[SAMPLING_COLUMN].logprob if SAMPLING_COLUMN in found else own + unknown
-            self.log_prob.append(drawn if self.request.structure is not None and self.request.cuts_nothing else own)
-            self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else drawn)
+            self.log_prob.append(found[OWN_COLUMN].logprob)
+            self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else found[SAMPLING_COLUMN].logprob)
             if count := self.request.top_logprobs:
-                likely = [(int(name), one.logprob) for name, one in found.items() if name != SAMPLING_COLUMN]
+                likely = [(int(name), one.logprob) for name, one in found.items() if name >= 0]
                 self.top.append(sorted(likely, key=lambda one: -one[1])[:count])
 
 
@@ -401,8 +405,16 @@ class VLLMTokens(tokens.Stepwise):
     def __init__(self, options: VLLMOptions) -> None:
         """Load the model and start the engine. Raises MissingExtraError; UserError: the folder is incomplete, or vLLM refuses it."""
         super().__init__()
-        check_model_folder(Path(options.model))
-        self._vision = VLLMVision.of(Path(options.model))
+        folder = Path(options.model)
+        check_model_folder(folder)
+        config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if value_of(text_config(config), "kv_lora_rank") is not None:
+            raise UserError(
+                f"vLLM cannot serve '{folder}' for training: a {config.model_type} model compresses keys and values (latent attention). "
+                "Its log-probabilities in vLLM are not the trainer's, and new weights do not reach the matrices that vLLM derives from it. "
+                "Use the torch backend (generation=tokens_torch)."
+            )
+        self._vision = VLLMVision.of(folder, config)
         arguments = _engine_arguments(options, self._vision)
         if self._vision is not None:
             keep_transformers_classes()

@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from embodied_rl.generation.vllm_tokens import SAMPLING_COLUMN
+from embodied_rl.generation.vllm_tokens import OWN_COLUMN, SAMPLING_COLUMN
 
 vllm._custom_ops._supports_onednn = False
 vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
@@ -37,29 +37,32 @@ def _mask_and_keep(scheduler_output: Any, grammar_output: Any, input_batch: Any,
 setattr(vllm.v1.worker.gpu_model_runner, "apply_grammar_bitmask", _mask_and_keep)  # noqa: B010  # as `Sampler.forward` below
 
 
-def _columns(own: Tensor, log_probs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-    """The sampled token's log-probability, the one under the sampling distribution, and those of the likeliest tokens. vLLM's own function
-    sorts the vocabulary and compiles a rank count, half a minute on a CPU, for ranks that are never read.
+def _columns(own: Tensor, unmasked: Tensor, log_probs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """The sampled token's log-probability before any structure, under the model's own distribution and under the sampling distribution, and
+    those of the likeliest tokens. vLLM's own function sorts the vocabulary and compiles a rank count, half a minute on a CPU, for ranks
+    that are never read.
     """
-    drawn, top = token_ids[:, None].long(), own.topk(num_logprobs - 1)
-    names = torch.cat([drawn.int(), torch.full_like(drawn.int(), SAMPLING_COLUMN), top.indices.int()], dim=1)
-    values = torch.cat([own.gather(-1, drawn), log_probs.gather(-1, drawn), top.values], dim=1)
+    drawn, top = token_ids[:, None].long(), unmasked.topk(num_logprobs - 2)
+    named = [torch.full_like(drawn.int(), column) for column in (OWN_COLUMN, SAMPLING_COLUMN)]
+    names = torch.cat([drawn.int(), *named, top.indices.int()], dim=1)
+    values = torch.cat([*(part.gather(-1, drawn) for part in (unmasked, own, log_probs)), top.values], dim=1)
     return LogprobsTensors(names, values, torch.zeros_like(token_ids))
 
 
 def _forward_with_both(self: Any, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sampler output with two log-probability columns: under the model's own and under the sampling distribution."""
+    """Sampler output with two more log-probability columns: under the model's own and under the sampling distribution."""
     unmasked = _unmasked.pop() if _unmasked else logits
     if (excluded := getattr(self, "embodied_excluded", None)) is not None:
         logits[:, excluded] = unmasked[:, excluded] = float("-inf")
     if not sampling_metadata.max_num_logprobs or args or kwargs.get("logprobs_mode_override") is not None:
         return _forward(self, logits, sampling_metadata, *args, **kwargs)
     # Taken first, because sampling overwrites the logits.
-    own = unmasked.float().log_softmax(dim=-1)
+    own = logits.float().log_softmax(dim=-1)
+    likely = own if unmasked is logits else unmasked.float().log_softmax(dim=-1)
     inner = self.topk_topp_sampler
     modes = self.logprobs_mode, inner.logprobs_mode
     self.logprobs_mode = inner.logprobs_mode = "processed_logprobs"
-    self.gather_logprobs = functools.partial(_columns, own)
+    self.gather_logprobs = functools.partial(_columns, own, likely)
     try:
         return _forward(self, logits, sampling_metadata, **kwargs)
     finally:

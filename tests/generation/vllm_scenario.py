@@ -276,7 +276,8 @@ def structures(player: Player) -> dict[str, Any]:
     stop = 2
     bound = player.requests(4, structure=STRUCTURE, stop_ids=(stop,), top_logprobs=3)
     free = player.requests(3, top_logprobs=1)
-    got = player.ask([request for pair in zip(bound, [*free, *player.requests(1)], strict=True) for request in pair])
+    cut = player.requests(2, structure=STRUCTURE, stop_ids=(stop,), temperature=0.7, top_p=0.8)
+    got = player.ask([*(request for pair in zip(bound, [*free, *player.requests(1)], strict=True) for request in pair), *cut])
     worst, top, forced = 0.0, 0.0, 0
     for one in bound:
         completion = got[one.request_id]
@@ -295,7 +296,7 @@ def structures(player: Player) -> dict[str, Any]:
     except UserError as error:
         refused = str(error)
     return {
-        "own_error": player.error([*bound, *free], got),
+        "own_error": player.error([*bound, *cut, *free], got),
         "sampling_error": worst,
         "top_error": top,
         "forced": forced,
