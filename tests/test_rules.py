@@ -297,6 +297,16 @@ def test_a_run_says_that_its_answers_are_not_drawn_from_what_it_trains() -> None
         resolve(load_train_config(f"{TEXTS} agent.evaluation_temperature=0.5 agent.temperature=0.7".split()))
 
 
+def test_a_run_says_that_its_divergence_is_not_from_where_it_starts() -> None:
+    start = "algorithm.warm_start={player:embodied_rl.sim.text.frozenlake:player}"
+    with pytest.warns(UserWarning, match="compares a policy with LoRA with its model alone"):
+        resolve(load_train_config(f"{TEXTS} {start} policy.lora_rank=2 algorithm.kl.coef=0.1".split()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for good in (f"{start} algorithm.kl.coef=0.1", f"{start} policy.lora_rank=2", "policy.lora_rank=2 algorithm.kl.coef=0.1"):
+            resolve(load_train_config(f"{TEXTS} {good}".split()))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

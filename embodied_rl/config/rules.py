@@ -611,6 +611,18 @@ WARNINGS = (
         "top_p=1, top_k=0 and a temperature above 0 for an unbiased one.",
     ),
     Rule(
+        "reference_without_adapter",
+        lambda run: any(
+            isinstance(own, policies.LanguageConfig)
+            and task.algorithm.kl.coef > 0
+            and (own.adapter is not None or (own.lora_rank > 0 and task.algorithm.warm_start is not None))
+            for task in run.tasks
+            for own in (task.policy,)
+        ),
+        "algorithm.kl compares a policy with LoRA with its model alone, not with what policy.adapter or algorithm.warm_start made of it. "
+        "The term undoes their work. Set algorithm.kl.coef=0, or start from a folder with the adapter merged in (policy.model).",
+    ),
+    Rule(
         "options_of_no_critic",
         lambda run: (
             run.algorithm.on_policy
