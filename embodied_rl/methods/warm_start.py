@@ -110,14 +110,28 @@ def play_script(stream: Stream) -> list[AgentEpisode]:
     Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager."""
     config, manager, options = stream.config, stream.manager, stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
-    wanted = options.episodes
+    wanted, played = options.episodes, 0
     queue = GroupQueue(
         GroupsConfig(group_size=1, groups_per_step=min(wanted, 4 * manager.num_slots)),
         seed=config.seed,
         domains=DomainMixture.single(f"{manager.spec.task}/warm start"),
     )
+    found: list[AgentEpisode] = []
     with ExitStack() as stack:
-        return _played(stream, queue, wanted, *_scripted(stream, queue, stack))
+        collector, backend = _scripted(stream, queue, stack)
+        collector.restart(queue)
+        while len(found) < wanted:
+            if played >= _TRIES * wanted:
+                raise UserError(
+                    f"The player algorithm.warm_start.player={options.player} succeeded in {len(found)} of {played} episodes, but {wanted} "
+                    "successful ones are needed (algorithm.warm_start.episodes)."
+                )
+            groups = collector.next_groups(queue.version)
+            played += len(groups)
+            found += [episode for episode in agent_episodes(groups) if episode.success]
+            backend.load_weights(queue.version + 1, ())
+            queue.published(queue.version + 1)
+    return found[:wanted]
 
 
 def _scripted(stream: Stream, queue: GroupQueue, stack: ExitStack) -> tuple[Collector, TokenBackend]:
@@ -142,29 +156,6 @@ def _scripted(stream: Stream, queue: GroupQueue, stack: ExitStack) -> tuple[Coll
     runner = served.runner(ProgramOptions.of(config.sim))
     sampling = served.sampling(1.0)
     return ProgramCollector(runner, queue, agent.tokenizer, num_slots=manager.num_slots, seed=config.seed, sampling=sampling), backend
-
-
-def _played(stream: Stream, queue: GroupQueue, wanted: int, collector: Collector, backend: TokenBackend) -> list[AgentEpisode]:
-    """`wanted` successful episodes. Raises UserError if the player has too few."""
-    options = stream.config.algorithm.warm_start
-    assert options is not None, "there is a warm start"
-    collector.restart(queue)
-    found: list[AgentEpisode] = []
-    played = 0
-    for version in itertools.count():
-        groups = collector.next_groups(version)
-        played += len(groups)
-        found += [episode for episode in agent_episodes(groups) if episode.success]
-        if len(found) >= wanted:
-            return found[:wanted]
-        if played >= _TRIES * wanted:
-            raise UserError(
-                f"The player algorithm.warm_start.player={options.player} succeeded in {len(found)} of {played} episodes, but {wanted} "
-                "successful ones are needed (algorithm.warm_start.episodes)."
-            )
-        backend.load_weights(version + 1, ())
-        queue.published(version + 1)
-    raise AssertionError("the loop ends by itself")
 
 
 # ---- robots' policies -----------------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ around programs, and run the same game without that package (`plain_agent`).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from embodied_rl.commands.replay import replay
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.errors import UserError
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.methods.building import PROGRAM_FAULTS
@@ -122,6 +124,7 @@ def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: Callable[
 
 def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
     scored = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, combine: replace}"
+    before = set(threading.enumerate())
     run = train(small(tmp_path / "run", "total_steps=1", "evaluation.num_episodes=3", scored))
     results = json.loads((run / "results.json").read_text())
     assert results["num_episodes"] == 3
@@ -132,6 +135,13 @@ def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
     assert figures[0]["reward_worker/scored"] == 4.0
     assert figures[0]["reward_worker/score"] == pytest.approx(-0.1 * figures[0]["agent/turns_per_program"])
     checkpoint = load_checkpoint(run)
+    damaged = dataclasses.replace(checkpoint, state={**checkpoint.state, "algorithm": {}})
+    (tmp_path / "again").mkdir()
+    with pytest.raises(IncompatibleCheckpointError, match="cannot be resumed from"):
+        Trainer(small(tmp_path / "again"), tmp_path / "again", command="test", checkpoint=damaged)
+    for thread in set(threading.enumerate()) - before:  # of the proxies, and the reward workers
+        thread.join(60)
+        assert not thread.is_alive(), thread
     again = evaluate_checkpoint(checkpoint, 3)
     assert [episode.seed for episode in again.episodes] == [2**30, 2**30 + 1, 2**30 + 2]
     assert float(np.mean([episode.success_once for episode in again.episodes])) == results["success"]

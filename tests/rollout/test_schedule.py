@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embodied_rl.compose import load_train_config
 from embodied_rl.config import GroupsConfig
 from embodied_rl.errors import UserError
+from embodied_rl.methods.streams import make_queue, streams_elsewhere
 from embodied_rl.rollout.groups import choose_batch, free_places, group_seed
 from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 
 def test_places_by_hand() -> None:
@@ -119,3 +122,12 @@ def test_seed_is_the_documented_hash_and_a_training_seed() -> None:
 def test_impossible_settings_are_refused(setting: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
         GroupsConfig.from_dict({"group_size": 4, "groups_per_step": 2, **setting})
+
+
+def test_a_run_sets_all_of_them() -> None:
+    settings = ["overtaking=free", "max_concurrent_groups=3", "step_timeout_s=20", "episode_timeout_s=30", "batch_timeout_s=40"]
+    config = load_train_config(["sim=cartpole", "algorithm=grpo", *(f"algorithm.groups.{word}" for word in settings)])
+    spec = SimSpec("count", {"state": TensorSpec((3,))}, ActionSpec.discrete(2))
+    own = make_queue(config, streams_elsewhere(config, [spec])).config
+    assert (own.overtaking, own.max_concurrent_groups) == ("free", 3)
+    assert (own.step_timeout_s, own.episode_timeout_s, own.batch_timeout_s) == (20.0, 30.0, 40.0)
