@@ -240,11 +240,15 @@ def test_methods_are_those_of_the_tables(kind: str) -> None:
     [
         (["simulatrs"], "'simulatrs' is not a kind of the catalogue. Did you mean 'simulators'? Known: algorithms, experiments"),
         (["policies", "robots", "--json"], "'robots' is not a kind of the catalogue."),
+        (["policies", "robots"], "'robots' is not a kind of the catalogue."),
         (["--jsn"], "'--jsn' is not a kind"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in one_line_error(main, arguments, capsys)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().out == "", "no table before it"
 
 
 def test_help_names_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ _ALSO = {"sims": "simulators", "simulator": "simulators", **{folder: kind for ki
 METHODS = ("advantages", "losses", "loss_terms")
 """Mathematics that configurations of algorithms can name, which `algorithms` lists too."""
 
+_NO_KIND = "'{}' is not a kind of the catalogue."
 _WITH = "With: "
 _WIDE = 140
 """Columns of a terminal with room for a command in each row."""
@@ -89,7 +90,7 @@ class Entry:
 def entries(kind: str) -> list[Entry]:
     """Entries of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
     kind = _ALSO.get(kind, kind)
-    require_known(kind, KINDS, f"'{kind}' is not a kind of the catalogue.")
+    require_known(kind, KINDS, _NO_KIND.format(kind))
     group = KINDS[kind]
     return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
 
@@ -270,6 +271,8 @@ def main(argv: Sequence[str]) -> None:
     elif as_json:
         print(json.dumps(_document(kinds), indent=1))
     else:
+        for kind in kinds:  # before anything is printed
+            require_known(kind, KINDS, _NO_KIND.format(kind))
         for kind in kinds:
             print_entries(kind)
 

@@ -20,7 +20,7 @@ COMMAND = Command(
         Argument("model", str, "folder with a Hugging Face model, its tokenizer and chat template"),
         Argument("name", str, "model name for clients; default: the folder's name", None),
         Argument("adapter", str, "folder of a LoRA adapter", None),
-        Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
+        Argument("device", str, "cpu, cuda, cuda:1, …; auto: a GPU if there is one", "cpu"),
         *server_arguments(8710),
         Argument("output", WrittenFolder, "folder for finished sessions, one JSON file each", "captured"),
         Argument("max_new_tokens", Tokens, "most tokens of one answer; clients can ask for fewer", 1024),
@@ -48,6 +48,7 @@ def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     """Start the proxy of the arguments; returns (the listening proxy, its token if it is new). Raises UserError."""
     from embodied_rl.config.policy import LanguageConfig
     from embodied_rl.generation.torch_tokens import TorchTokens
+    from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.language import build_language_policy
     from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
     from embodied_rl.serving.agents.sessions import SessionLimits
@@ -56,7 +57,7 @@ def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     # Before a model is loaded in vain.
     token, is_new = token_to_ask_for(values["token"], values["host"])
     HttpServer(lambda request: Reply({}), host=values["host"], port=values["port"]).close()
-    policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
+    policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), resolve_device(values["device"]))
     model = policy.generation_model()
     backend = TorchTokens(model, max_batch=values["max_batch"], seed=values["seed"], tokenizer=policy.tokenizer)
     stops = [name.strip() for name in (values["stop"] or "").split(",") if name.strip()]
