@@ -20,12 +20,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest, tagged, tool_calls, tools_text
+from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest, tool_calls, tools_text
 from embodied_rl.agents.tools.builtin import ToolBudget, ToolRunner
 from embodied_rl.agents.turns import Dropped
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
+from embodied_rl.sim.text.answers import tagged
 
 _SENTINEL = "answer-of-the-assistant-0451"
 """Placeholder for an answer, to find what a chat template writes behind one."""
@@ -305,8 +306,8 @@ class _Rendered(Conversation):
         config = self._prompts.config
         self._within = []
         if config.strategy == "summarised":
-            found = tagged(answer, config.summary_tag)
-            self._summary = self._summary if found is None else found[: config.summary_chars]
+            if found := tagged(answer, config.summary_tag):
+                self._summary = answer[found[-1]].strip()[: config.summary_chars]
         elif config.last_turns:
             self._past = [*self._past, (self._observation, action)][-config.last_turns :]
 

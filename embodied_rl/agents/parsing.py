@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from embodied_rl.sim.text.answers import tagged
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{_OPEN}(.*?)({_CLOSE}|(?={_OPEN})|$)", re.DOTALL)
 
@@ -134,8 +136,7 @@ class ActionParser:
         most_bytes: longest action, in UTF-8; None: no limit.
         """
         self._most_bytes = most_bytes
-        self._tag = None if tag is None else re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
-        self._beside = None if beside is None else re.compile(rf"<{re.escape(beside)}>.*?</{re.escape(beside)}>", re.DOTALL | re.IGNORECASE)
+        self._tag, self._beside = tag, beside
         self._actions = {" ".join(action.lower().split()): action for action in actions}
 
     def parse(self, answer: str, *, cut: bool = False) -> ParsedAction:
@@ -144,12 +145,14 @@ class ActionParser:
         return InvalidAction("cut", answer) if cut and isinstance(result, InvalidAction) else result
 
     def _parse(self, answer: str) -> ParsedAction:
-        content = answer = answer if self._beside is None else self._beside.sub("", answer)
+        for place in reversed(tagged(answer, self._beside) if self._beside is not None else []):
+            answer = answer[: place.start - len(f"<{self._beside}>")] + answer[place.stop + len(f"</{self._beside}>") :]
+        content = answer
         if self._tag is not None:
-            found = self._tag.findall(answer)
+            found = tagged(answer, self._tag)
             if len(found) != 1:
                 return InvalidAction("several_tags" if found else "no_tag" if answer.strip() else "empty", answer)
-            content = found[0]
+            content = answer[found[0]]
         content = content.strip()
         if not content:
             return InvalidAction("empty", answer)
@@ -158,9 +161,3 @@ class ActionParser:
             return InvalidAction("too_long", answer) if too_long else ValidAction(content)
         action = self._actions.get(" ".join(content.lower().split()))
         return InvalidAction("unknown_action", answer) if action is None else ValidAction(action)
-
-
-def tagged(answer: str, tag: str) -> str | None:
-    """Contents of the answer's last ``<tag>…</tag>``; None: there is none."""
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", answer, re.DOTALL | re.IGNORECASE)
-    return found[-1].strip() if found else None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import re
+
 import pytest
 
-from embodied_rl.agents.parsing import ActionParser, InvalidAction, ValidAction, tagged
+from embodied_rl.agents.parsing import ActionParser, InvalidAction, ValidAction
+from embodied_rl.sim.text.answers import tagged
 
 MOVES = ("up", "down", "pick up")
 
@@ -59,6 +63,20 @@ def test_a_cut_answer_counts_when_it_is_an_action_all_the_same() -> None:
     assert parser.parse("<action>u", cut=True) == InvalidAction("cut", "<action>u")
 
 
+def test_tags_are_paired_as_an_expression_pairs_them() -> None:
+    chance = random.Random(5)
+    for _ in range(500):
+        text = "".join(chance.choice(["<a>", "</A>", "</a>", "<A>", "x\n", "<b>", "</b>"]) for _ in range(chance.randrange(12)))
+        assert [text[place] for place in tagged(text, "a")] == re.findall("<a>(.*?)</a>", text, re.DOTALL | re.IGNORECASE), text
+        kept = re.sub("<b>.*?</b>", "", text, flags=re.DOTALL | re.IGNORECASE)
+        found = re.findall("<a>(.*?)</a>", kept, re.DOTALL | re.IGNORECASE)
+        parsed = ActionParser(tag="a", beside="b").parse(text)
+        assert isinstance(parsed, ValidAction) == (len(found) == 1 and found[0].strip() != ""), text
+        assert isinstance(parsed, InvalidAction) or parsed.text == found[0].strip()
+    assert tagged("<a>" * 1_000_000, "a") == [], "in one pass: what a model repeats is not read again and again"
+
+
 def test_the_last_summary_counts() -> None:
-    assert tagged("<summary>one</summary> then <summary> two\nlines </summary> up", "summary") == "two\nlines"
-    assert tagged("nothing", "summary") is None
+    text = "<summary>one</summary> then <summary> two\nlines </summary> up"
+    assert text[tagged(text, "summary")[-1]] == " two\nlines "
+    assert tagged("nothing", "summary") == []

@@ -42,6 +42,18 @@ def boxed(text: str) -> str | None:
     return text[last[0] : last[1]].strip() if last[0] >= 0 else None
 
 
+def tagged(text: str, tag: str) -> list[slice]:
+    """Places of the contents of each ``<tag>…</tag>``, in any letter case; in one pass, however often a tag is opened and not closed."""
+    found, start = list[slice](), None
+    for mark in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE):
+        if not mark[1]:
+            start = mark.end() if start is None else start
+        elif start is not None:
+            found.append(slice(start, mark.start()))
+            start = None
+    return found
+
+
 def final_answer(text: str, kind: str = "text") -> str | None:
     r"""Answer in a text: the last ``\boxed{…}``, else the last ``<answer>…</answer>``, else the text after the last "the answer is", else
     the last number or choice letter (kind ``number``, ``choice``), else the last line.
@@ -50,8 +62,8 @@ def final_answer(text: str, kind: str = "text") -> str | None:
     """
     found = boxed(text)
     if found is None:
-        tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
-        found = tags[-1] if tags else _after_mark(text)
+        tags = tagged(text, "answer")
+        found = text[tags[-1]] if tags else _after_mark(text)
     if found is None or (kind in ("number", "choice") and found.strip() and not _is(found, kind)):
         found = _named(text if found is None else found, kind, first=found is not None)
     found = None if found is None else found.strip()
