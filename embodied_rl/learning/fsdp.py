@@ -95,8 +95,11 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     ours = bool(blocks) and not any(type(part).__module__.startswith("transformers.") for part in module.modules())
     inner = MixedPrecisionPolicy(low, torch.float32, output_dtype=torch.float32 if ours and low else None)
     outer = MixedPrecisionPolicy(None if ours else low, torch.float32, cast_forward_inputs=False)
+    # The backward begins in the last block; in pi0 at its cached keys, not at its output, whose gradient has FSDP gather it.
+    last = {block for part in _outermost(module, nn.ModuleList) for block in [*part.children()][-1:]}
     for block in blocks:
-        fully_shard(block, mesh=data_mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=config.reshard_after_forward)
+        frees = config.reshard_after_forward and block not in last
+        fully_shard(block, mesh=data_mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=frees)
     for head in () if ours or not blocks else _beside(module, blocks):  # value heads read float32
         fully_shard(head, mesh=data_mesh, mp_policy=MixedPrecisionPolicy(None, torch.float32), offload_policy=offload)
     fully_shard(module, mesh=data_mesh, mp_policy=outer, offload_policy=offload)

@@ -140,8 +140,6 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     """Whether an update's metrics show ``loss``."""
     groups: ClassVar[tuple[str, ...]] = ("",)
     """Groups of `TrainedModule.parameter_groups` that its steps change."""
-    draws: ClassVar[bool] = False
-    """Whether some policies' losses draw from torch's global generators."""
     frees_gradients: ClassVar[bool] = False
     """Whether gradients are freed after a step instead of before the next: a language model's take as much memory as the model."""
 

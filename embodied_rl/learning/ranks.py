@@ -72,18 +72,10 @@ class Rank:
             self._made[name] = OBJECTIVES[name](self.policy, self.config)
         return self._made[name]
 
-    def step(
-        self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
-    ) -> Figures:
-        """Take one step on this rank's rows in these micro-batches (`Part`); return figures of the whole minibatch.
-        `seed`: seeds the draws of the policy's loss from torch's global generators, whose state is restored afterwards."""
-        own, device = rows.staged(self.device), self.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            return objective_step(
-                self.objective(objective), self.policy, self.optimizer, own, micro, numbers, learning_rate, device, self._summed
-            )
+    def step(self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float) -> Figures:
+        """Take one step on this rank's rows in these micro-batches (`Part`); return figures of the whole minibatch."""
+        own, made = rows.staged(self.device), self.objective(objective)
+        return objective_step(made, self.policy, self.optimizer, own, micro, numbers, learning_rate, self.device, self._summed)
 
     def _summed(self, totals: Tensor) -> Tensor:
         """Sum over the ranks that train other rows."""
@@ -157,10 +149,8 @@ class RankElsewhere:
         self._link.send({"do": what, **arguments, "answers": True}, tensors)
         return self._link.recv()[1]
 
-    def step(
-        self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
-    ) -> Figures:
-        message = {"objective": objective, "micro": micro, "numbers": numbers, "learning_rate": learning_rate, "seed": seed}
+    def step(self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float) -> Figures:
+        message = {"objective": objective, "micro": micro, "numbers": numbers, "learning_rate": learning_rate}
         return {name: float(value) for name, value in self._ask("step", rows.tensors(), **message).items()}
 
     def values(self, observation: dict[str, Tensor]) -> Tensor:
@@ -277,12 +267,10 @@ class RankExecutor(Executor):
         parts = objective.divide(self.policy, minibatch, self.num_parts, self.sharding.micro_batch_size or self.config.micro_batch_size)
         own = [minibatch.chosen(torch.from_numpy(part.rows)) if len(part.rows) else minibatch.filler() for part in parts]
         message = {"do": "step", "objective": objective.name, "numbers": numbers, "learning_rate": learning_rate}
-        seed = int(torch.randint(2**62, ())) if objective.draws else None
         for index, link in self._links():
-            drawn = None if seed is None else seed + index
-            self._send(link, {**message, "micro": parts[index].micro, "seed": drawn}, own[index].tensors())
+            self._send(link, {**message, "micro": parts[index].micro}, own[index].tensors())
         with self._blaming_workers():
-            return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate, seed)
+            return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate)
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         """See `Executor.values`: each rank computes equally many rows."""

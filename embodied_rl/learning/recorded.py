@@ -50,7 +50,7 @@ class StoredObjective(Objective[Trained, Stored]):
 class CloningObjective(StoredObjective[Policy, StepRows]):
     """Maximum likelihood of recorded actions, or the policy's own cloning loss; the critic stays unchanged."""
 
-    name, rows, draws = "cloning", StepRows, True
+    name, rows = "cloning", StepRows
 
     @property
     def options(self) -> CloningConfig:
@@ -67,7 +67,7 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
             if self.options.loss == "mse":
                 each = (policy.act(rows.observation, None).action - rows.action).square().mean(-1)
             else:
-                each = policy.cloning_loss(rows.observation, rows.action, mask=rows.executed)
+                each = policy.cloning_loss(rows.observation, rows.action, rows.executed, rows.cloning_noise)
         loss = masked_mean(each.float(), rows.mask, numbers["entries"])
         return loss, {"imitation_loss": loss.detach()}
 
@@ -75,7 +75,7 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
         policy.limit_noise(self.options.min_log_std)
 
     @torch.no_grad()
-    def validate(self, policy: Policy, batches: Iterable[StepRows]) -> dict[str, float]:
+    def validate(self, policy: Policy, batches: Iterable[Transitions]) -> dict[str, float]:
         """``validation_loss``, and the distance of the policy's mode from recorded actions: ``validation_mae`` (normalised units), or
         ``validation_accuracy`` for discrete choices. Means over all rows, without augmentation and with the same draws each time. For a
         policy that `translates`, only the loss."""
@@ -86,7 +86,8 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(0)  # a flow's loss draws noise: the same each time, so that losses can be compared
-                for rows in batches:
+                for batch in batches:
+                    rows = step_rows(policy, batch).moved(device)
                     total += float(self(policy, *self.begin(rows, kl_coef=0.0))[0]) * rows.num_rows
                     count += rows.num_rows
                     if not policy.translates:
@@ -101,9 +102,10 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
 
 
 def step_rows(policy: Policy, batch: Transitions) -> StepRows:
-    """Convert steps to the rows of `CloningObjective`."""
+    """Convert steps to the rows of `CloningObjective`, with all random numbers of their loss."""
     executed = None if batch.executed is None else torch.from_numpy(batch.executed)
-    return StepRows(prepare_observation(policy, batch.observation), torch.from_numpy(batch.action), executed)
+    noise = policy.cloning_noise(batch.num_rows)
+    return StepRows(prepare_observation(policy, batch.observation), torch.from_numpy(batch.action), executed, noise)
 
 
 # ---- critics ------------------------------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ class StateValueObjective(CriticsObjective):
 class ImitationObjective(CriticsObjective):
     """Imitation of recorded actions, weighted by how much better than V(s) they are."""
 
-    name, draws = "imitation", True  # a policy's cloning loss may draw noise
+    name = "imitation"
     groups: ClassVar[tuple[str, ...]] = ("policy",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
@@ -191,7 +193,7 @@ class ImitationObjective(CriticsObjective):
                 mask=rows.mask,
                 denominator=entries,
             )
-        likelihood = policy.likelihood(rows.observation, features, rows.action, rows.executed)
+        likelihood = policy.likelihood(rows.observation, features, rows.action, rows.executed, rows.cloning_noise)
         loss, imitation = behaviour_cloning_loss(log_prob=likelihood, weight=weight, mask=rows.mask, denominator=entries)
         return loss, metrics | imitation
 
@@ -259,6 +261,7 @@ def transition_rows(networks: ActorWithCritics, batch: Transitions, rng: np.rand
         executed=None if batch.executed is None else torch.from_numpy(batch.executed),
         noise=noise,
         next_noise=next_noise,
+        cloning_noise=policy.cloning_noise(batch.num_rows) if with_policy and options.update != "sac" else None,
     )
 
 

@@ -56,6 +56,8 @@ class StepRows(StoredRows):
     """[B, A] normalised, int64 [B, 1] for discrete; chunks [B, K, A]."""
     executed: Tensor | None = None
     """[B, K] bool: steps of chunks that exist; None: all steps."""
+    cloning_noise: Tensor | None = None
+    """[B, …] from `Policy.cloning_noise`."""
     mask: Tensor | None = None
 
 
@@ -81,6 +83,8 @@ class TransitionRows(StoredRows):
     """[B, noise_width] noise of the policy's actions; None: no action is drawn."""
     next_noise: Tensor | None = None
     """[B, noise_width] noise of its actions at `next_observation`."""
+    cloning_noise: Tensor | None = None
+    """[B, …] from `Policy.cloning_noise`."""
     mask: Tensor | None = None
 
     of_all: ClassVar[frozenset[str]] = frozenset({"members"})

@@ -103,7 +103,7 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
     what, answers = message["do"], message.get("answers", False)
     if what == "step":
         rows = rank.objective(message["objective"]).rows.of_tensors(tensors)
-        figures = rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"], message["seed"])
+        figures = rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"])
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()} if answers else None
     if what == "values":
         return {"value": rank.values(tensors)}

@@ -105,9 +105,8 @@ class ClonedSteps(StoredSteps):
     def validated(self, objective: CloningObjective, learner: Learner) -> dict[str, float]:
         """Figures of the steps that are not trained on."""
         assert self.validation is not None, "some were held back"
-        held = (step_rows(self.policy, batch).moved(learner.device) for batch in self.validation.epoch(0, _VALIDATION_ROWS))
         with compute_threads(learner.compute_threads):
-            return objective.validate(self.policy, held)
+            return objective.validate(self.policy, self.validation.epoch(0, _VALIDATION_ROWS))
 
     def _answered(self, rows: np.ndarray) -> Transitions:
         observation = {key: part[rows] for key, part in self._observation.items()}

@@ -76,7 +76,9 @@ class ActorCritic(Policy):
         bounded = self.squashed or self.spec.action.kind == "discrete"
         return (action if bounded else action.clamp(-1.0, 1.0)), log_prob
 
-    def likelihood(self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None) -> Tensor:
+    def likelihood(
+        self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None, noise: Tensor | None
+    ) -> Tensor:
         return self.head.log_prob(self.actor(features), action).sum(-1)
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:

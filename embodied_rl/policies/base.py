@@ -222,12 +222,20 @@ class Policy(TrainedModule):
         """Log-probabilities, entropies and values of recorded actions, with gradients."""
         raise NotImplementedError
 
-    def cloning_loss(self, observation: TensorObservation, action: Tensor, mask: Tensor | None = None) -> Tensor:
+    def cloning_noise(self, num_rows: int) -> Tensor | None:
+        """[B, …] random numbers of `cloning_loss`, on the host, from torch's global generator; None: it needs none. They are drawn once for
+        a whole minibatch, so that its parts, on any number of ranks, have those of one process."""
+        return None
+
+    def cloning_loss(
+        self, observation: TensorObservation, action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
         """[B] loss that imitation minimises, with gradients; by default -log π of recorded actions.
 
         Args:
             action: [B, A] normalised, int64 [B, 1] for discrete; [B, K, A] for a policy that `translates`.
             mask: [B, K] bool, steps of chunks that exist; None: all steps.
+            noise: from `cloning_noise`.
         """
         assert mask is None, "a policy that acts in chunks has its own cloning loss"
         return -self.evaluate(observation, action).log_prob.sum(-1)
@@ -267,9 +275,11 @@ class Policy(TrainedModule):
         """
         raise NotImplementedError
 
-    def likelihood(self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None) -> Tensor:
+    def likelihood(
+        self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None, noise: Tensor | None
+    ) -> Tensor:
         """[B] objective that imitation of recorded actions maximises, with gradients; see `cloning_loss`."""
-        return -self.cloning_loss(observation, action, mask=executed)
+        return -self.cloning_loss(observation, action, executed, noise)
 
     def limit_noise(self, smallest: float) -> None:
         """Keep the actions' log standard deviations above a bound: noiseless data would drive them to minus infinity."""

@@ -53,13 +53,12 @@ def _padded_ids(text: str, vocabulary: int, max_words: int) -> np.ndarray:
     return row
 
 
-def random_shift(image: Tensor, pixels: int) -> Tensor:
-    """Shift each image of uint8 [B, H, W, 3] by up to ± `pixels` along both axes, repeating its border (Kostrikov et al. 2020,
-    arXiv:2004.13649). Draws from torch's global generator."""
+def shifted(image: Tensor, shift: Tensor) -> Tensor:
+    """Shift each image of uint8 [B, H, W, 3] by int64 [B, 2] pixels down and right, repeating its border (Kostrikov et al. 2020,
+    arXiv:2004.13649)."""
     rows, height, width, _ = image.shape
-    shift = torch.randint(-pixels, pixels + 1, (2, rows, 1), device=image.device)
-    down = (torch.arange(height, device=image.device) + shift[0]).clamp(0, height - 1)
-    right = (torch.arange(width, device=image.device) + shift[1]).clamp(0, width - 1)
+    down = (torch.arange(height, device=image.device) + shift[:, :1]).clamp(0, height - 1)
+    right = (torch.arange(width, device=image.device) + shift[:, 1:]).clamp(0, width - 1)
     return image[torch.arange(rows, device=image.device)[:, None, None], down[:, :, None], right[:, None, :]]
 
 
@@ -168,16 +167,24 @@ class TinyVLAPolicy(base.Policy):
     def value(self, observation: Mapping[str, Any]) -> Tensor:
         return self._value(self._memory(observation))
 
-    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
+    def cloning_noise(self, num_rows: int) -> Tensor | None:
+        """Shifts of the images, [B, 2] int64; see `shifted`."""
+        pixels = self.config.cloning_shift if self.training else 0
+        return torch.randint(-pixels, pixels + 1, (2, num_rows)).T if pixels else None
+
+    def cloning_loss(
+        self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
         """[B] mean cross-entropy of the recorded actions' tokens.
 
         Args:
             action: [B, K, A] normalised.
             mask: [B, K] bool, steps that exist (a chunk may extend beyond the episode's end); None: all.
+            noise: from `cloning_noise`.
         """
         ready = dict(cast(base.TensorObservation, observation)) if "words" in observation else self.prepare(observation)
-        if self.training and self.config.cloning_shift > 0:
-            ready["image"] = random_shift(ready["image"], self.config.cloning_shift)
+        if noise is not None:
+            ready["image"] = shifted(ready["image"], noise)
         memory = self._memory(ready)
         tokens = self.units_of(action).to(memory[0].device)
         return mean_of_steps(-self._scores(memory, tokens).log_prob(tokens), mask)

@@ -92,7 +92,7 @@ class Cloner:
         return mean_figures([self.learner.step(step_rows(self.policy, batch), learning_rate) for batch in minibatches])
 
     def validate(self, minibatches: list[Transitions]) -> dict[str, float]:
-        return self.objective.validate(self.policy, (step_rows(self.policy, batch) for batch in minibatches))
+        return self.objective.validate(self.policy, minibatches)
 
 
 class Critics:

@@ -13,7 +13,7 @@ from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import given_action, prepare_observation
 from embodied_rl.policies.build import build_policy
-from embodied_rl.policies.tiny_vla import TinyVLAPolicy, _Layer, random_shift, word_ids
+from embodied_rl.policies.tiny_vla import TinyVLAPolicy, _Layer, shifted, word_ids
 from embodied_rl.types import ActionLayout, ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 SPEC = SimSpec(
@@ -182,19 +182,22 @@ def test_an_empty_instruction_is_refused() -> None:
 def test_images_are_moved_at_random_only_while_the_policy_is_cloned() -> None:
     torch.manual_seed(0)
     image = torch.arange(5 * 7 * 3, dtype=torch.uint8).reshape(1, 5, 7, 3).expand(200, -1, -1, -1)
-    moved = random_shift(image, 1)
-    seen = {(int(row[2, 3, 0]) - int(image[0, 2, 3, 0])) for row in moved}
-    assert seen == {3 * (7 * down + right) for down in (-1, 0, 1) for right in (-1, 0, 1)}
-    corner = random_shift(torch.eye(6, dtype=torch.uint8)[None, :, :, None].expand(50, -1, -1, 3), 6)
+    noise = make(cloning_shift=1).cloning_noise(200)
+    assert noise is not None
+    moved = shifted(image, noise)
+    away = [int(row[2, 3, 0]) - int(image[0, 2, 3, 0]) for row in moved]
+    assert away == [3 * (7 * down + right) for down, right in noise.tolist()]
+    assert set(away) == {3 * (7 * down + right) for down in (-1, 0, 1) for right in (-1, 0, 1)}
+    corner = shifted(torch.eye(6, dtype=torch.uint8)[None, :, :, None].expand(50, -1, -1, 3), 6 * noise[:50])
     assert corner.shape == (50, 6, 6, 3)
-    policy, ready = make(cloning_shift=3), None
+    policy = make(cloning_shift=3)
     ready = policy.prepare(observe(2))
     action = torch.zeros(2, 3, 2)
     with torch.no_grad():
-        first, second = policy.cloning_loss(ready, action), policy.cloning_loss(ready, action)
+        first, second = (policy.cloning_loss(ready, action, noise=policy.cloning_noise(2)) for _ in range(2))
         assert not torch.equal(first, second)
         policy.eval()
-        assert torch.equal(policy.cloning_loss(ready, action), policy.cloning_loss(ready, action))
+        assert policy.cloning_noise(2) is None
         assert torch.equal(
             policy.evaluate(ready, torch.zeros(2, 6, dtype=torch.int64)).log_prob,
             make().evaluate(ready, torch.zeros(2, 6, dtype=torch.int64)).log_prob,

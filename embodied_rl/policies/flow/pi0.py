@@ -275,13 +275,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
         return ((chunk - low) / (0.5 * (high - low)).clamp_min(_EPSILON) - 1.0).clamp(-1.0, 1.0)
 
     def cloning_loss(
-        self,
-        observation: Mapping[str, Any],
-        action: Tensor,
-        mask: Tensor | None = None,
-        *,
-        noise: Tensor | None = None,
-        t: Tensor | None = None,
+        self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
         """See `FlowPolicy.cloning_loss`; `action` [B, K, A] is normalised by the simulator's bounds, as everywhere. If K < H, the last step
         pads the rest, which the mask excludes."""
@@ -290,7 +284,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
             mask = torch.ones(units.shape[:2], dtype=torch.bool, device=action.device) if mask is None else mask
             mask = torch.nn.functional.pad(mask, (0, more))
             units = torch.cat([units, units[:, -1:].expand(-1, more, -1)], 1)
-        return super().cloning_loss(observation, units, mask, noise=noise, t=t)
+        return super().cloning_loss(observation, units, mask, noise)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the folder: transformers' files, the tokenizer, and this package's heads and statistics."""

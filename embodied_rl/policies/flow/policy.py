@@ -430,28 +430,25 @@ class FlowPolicy(Policy, Generic[Context]):
 
     # ---- other uses -----------------------------------------------------------------------------------------------------
 
+    def cloning_noise(self, num_rows: int) -> Tensor:
+        """[B, H·D + 1]: standard normal noise of a chunk, and a uniform time in [0, 1]."""
+        return torch.cat([torch.randn(num_rows, math.prod(self.layout.latent)), torch.rand(num_rows, 1)], 1)
+
     def cloning_loss(
-        self,
-        observation: Mapping[str, Any],
-        action: Tensor,
-        mask: Tensor | None = None,
-        *,
-        noise: Tensor | None = None,
-        t: Tensor | None = None,
+        self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
         """Flow-matching loss [B] of recorded chunks; see `flow_matching_loss`.
 
         Args:
             action: [B, H, D'] normalised; missing dimensions are zero-padded, as in pi0.
-            noise: [B, H, D] standard normal; None: from torch's global generator.
-            t: [B] times in [0, 1]; None: uniform ones, from the same generator.
             mask: [B, H] steps that exist.
+            noise: from `cloning_noise`; None: drawn here.
         """
         context = self.model.context(observation)
         padded = nn.functional.pad(action, (0, self.layout.latent[1] - action.shape[-1]))
-        noise = torch.randn_like(padded) if noise is None else noise
-        t = torch.rand(len(padded), device=padded.device) if t is None else t
-        return flow_matching_loss(lambda x, at: self.model.velocity(context, x, at), padded, noise, t, mask)
+        noise = (self.cloning_noise(len(padded)) if noise is None else noise).to(padded)
+        start, t = noise[:, :-1].reshape(padded.shape), noise[:, -1]
+        return flow_matching_loss(lambda x, at: self.model.velocity(context, x, at), padded, start, t, mask)
 
     def log_density(self, observation: Mapping[str, Any], action: Tensor, *, num_steps: int = 32) -> Tensor:
         """[B] log-density of whole chunks [B, H, D] under the deterministic flow from random noise (`log_density`)."""

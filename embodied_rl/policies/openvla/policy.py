@@ -298,7 +298,9 @@ class VLAPolicy(Policy):
         own_head = "lm_head" in name or name.startswith("model.action_head")
         return "value" if name.startswith("value_head") else "head" if own_head else "backbone"
 
-    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
+    def cloning_loss(
+        self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
         """[B] mean cross-entropy of recorded actions' tokens among the action tokens.
 
         Args:
@@ -490,7 +492,9 @@ class OFTPolicy(VLAPolicy):
             raise UserError("OpenVLA-OFT with head=l1 has no log-probabilities: RL needs head=discrete.")
         return super().evaluate(observation, action)
 
-    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
+    def cloning_loss(
+        self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
         """See `VLAPolicy.cloning_loss`; with the regression head, the mean distance from the recorded actions in the data set's range."""
         if self.model.oft.head == "discrete":
             return super().cloning_loss(observation, action, mask)

@@ -76,8 +76,8 @@ def clone(policy: FlowPolicy, steps: int = 1500) -> float:
         place = objects(256, generator)
         sign = torch.randint(0, 2, (256,), generator=generator) * 2.0 - 1.0
         action = side(place, sign * ANGLE) + SPREAD * torch.randn(256, 2, generator=generator)
-        noise, t = torch.randn(256, 1, 2, generator=generator), torch.rand(256, generator=generator)
-        loss = policy.cloning_loss({"state": place}, action[:, None], noise=noise, t=t).mean()
+        noise = torch.cat([torch.randn(256, 2, generator=generator), torch.rand(256, 1, generator=generator)], 1)
+        loss = policy.cloning_loss({"state": place}, action[:, None], noise=noise).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

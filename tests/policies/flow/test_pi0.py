@@ -187,7 +187,7 @@ def test_the_cloning_loss_is_transformers_own(folder: Path) -> None:
             attention_mask=ready["attention_mask"],
             actions=torch.nn.functional.pad(action, (0, D - 3)),
         ).loss
-        got = policy.cloning_loss(ready, action, noise=noise, t=t)
+        got = policy.cloning_loss(ready, action, noise=torch.cat([noise.flatten(1), t[:, None]], 1))
     torch.testing.assert_close(got.mean(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -209,17 +209,16 @@ def test_critics_and_imitation_have_the_simulators_units(folder: Path) -> None:
     drawn.sum().backward()
     assert policy.model.pi0.action_out_proj.weight.grad is not None
     # A chunk that is 0.5 of the bounds is 2 in the simulator's units, and (2 - 0.5) / 2 in the flow's.
-    t, start = torch.full((3,), 0.5), torch.randn(3, H, D, generator=torch.Generator().manual_seed(2))
+    noise = policy.cloning_noise(3)
     plain = load(folder, "flow_noise")
     with torch.no_grad():
-        one = policy.cloning_loss(seen, torch.full((3, H, 3), 0.5), noise=start, t=t)
-        other = plain.cloning_loss(seen, torch.full((3, H, 3), 0.75), noise=start, t=t)
+        one = policy.cloning_loss(seen, torch.full((3, H, 3), 0.5), noise=noise)
+        other = plain.cloning_loss(seen, torch.full((3, H, 3), 0.75), noise=noise)
     torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.ci_sample
-def test_it_learns_off_policy(folder: Path, tmp_path: Path) -> None:
+def learned(folder: Path, run_dir: Path, method: str, *more: str) -> dict[str, torch.Tensor]:
+    """Weights of a short run."""
     words = ["sim=custom", "sim.target=tests.vla.toys:PointSim", "sim.kwargs={dim: 3, words: spec}", "sim.num_slots=2"]
     words += ["sim.num_workers=1"]
     words += [
@@ -230,15 +229,31 @@ def test_it_learns_off_policy(folder: Path, tmp_path: Path) -> None:
         "policy.chunk=2",
         "policy.num_steps=2",
     ]
-    words += ["algorithm=awac", "algorithm.recorded.expert=tests.vla.toys:PointExpert", "algorithm.recorded.expert_episodes=2"]
-    words += ["algorithm.minibatch_size=4", "algorithm.off_policy.hidden_sizes=[16]", "algorithm.off_policy.updates_per_iteration=2"]
-    words += ["total_steps=4", "evaluation.num_episodes=1", "evaluation.every_steps=null", "video.enabled=no", "logger=quiet"]
-    words += ["stop_at_success=null", "hybrid.device=cpu", "hybrid.num_threads=1", f"run_dir={tmp_path}"]
-    run_dir = train(load_train_config(words))
-    before, after = load_pi0_policy(folder, SPEC, OPTIONS).state_dict(), load_checkpoint(run_dir).policy
+    words += [f"algorithm={method}", "algorithm.recorded.expert=tests.vla.toys:PointExpert", "algorithm.recorded.expert_episodes=2"]
+    words += ["algorithm.minibatch_size=4", "evaluation.num_episodes=1", "evaluation.every_steps=null", "video.enabled=no", "logger=quiet"]
+    words += ["stop_at_success=null", "hybrid.device=cpu", "hybrid.num_threads=1", f"run_dir={run_dir}", *more]
+    return load_checkpoint(train(load_train_config(words))).policy
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_it_learns_off_policy(folder: Path, tmp_path: Path) -> None:
+    few = ("algorithm.off_policy.hidden_sizes=[16]", "algorithm.off_policy.updates_per_iteration=2", "total_steps=4")
+    before, after = load_pi0_policy(folder, SPEC, OPTIONS).state_dict(), learned(folder, tmp_path, "awac", *few)
     moved = [name for name, tensor in after.items() if name in before and not torch.equal(tensor, before[name])]
     assert any("action_out_proj" in name for name in moved)
-    assert np.isfinite(read_metrics(run_dir)[-1]["train/critic_loss"])
+    assert np.isfinite(read_metrics(tmp_path)[-1]["train/critic_loss"])
+
+
+@pytest.mark.usefixtures("forked")
+def test_two_ranks_clone_as_one_process_does(folder: Path, tmp_path: Path) -> None:
+    """The same noise for every row; and no gradient reaches the last hidden states, only the keys and values of their layer."""
+    few = ("algorithm.num_epochs=1", "algorithm.cloning.validation_share=0", "total_steps=2")
+    alone = learned(folder, tmp_path / "alone", "bc", *few)
+    together = learned(folder, tmp_path / "together", "bc", *few, "hybrid=fsdp2")
+    for name, tensor in alone.items():
+        if not name.endswith("k_proj.bias"):  # a softmax does not see it: its gradient is rounding
+            torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_saved_and_loaded(folder: Path, tmp_path: Path) -> None:

@@ -217,11 +217,9 @@ def test_density_of_a_linear_network_is_normal() -> None:
 
 def test_cloning_fills_up_dimensions() -> None:
     policy, observation = make("flow_sde"), observe(4)
-    action, noise, t = torch.randn(4, 2, 2), torch.randn(4, 2, 3), torch.rand(4)
+    action, noise = torch.randn(4, 2, 2), policy.cloning_noise(4)
     padded = torch.cat([action, torch.zeros(4, 2, 1)], dim=-1)
-    torch.testing.assert_close(
-        policy.cloning_loss(observation, action, noise=noise, t=t), policy.cloning_loss(observation, padded, noise=noise, t=t)
-    )
+    torch.testing.assert_close(policy.cloning_loss(observation, action, noise=noise), policy.cloning_loss(observation, padded, noise=noise))
 
 
 @pytest.mark.parametrize(
