@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from embodied_rl.distributed.channel import Link
@@ -24,7 +21,7 @@ from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.errors import UserError
 
 _END_S = 10.0
-_TCP = "tcp://"
+LOOPBACK = "127.0.0.1"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -64,9 +61,9 @@ class RankHost(Protocol):
     def device_index(self, rank: int) -> int:
         """Index of a rank's own GPU among those that its process sees."""
 
-    def meeting(self, num_ranks: int, timeout_s: float) -> contextlib.AbstractContextManager[tuple[str, Store]]:
-        """(address for the others' `open_store`, rank 0's own store), until all have joined. The store stays open until `close`, because
-        NCCL's ranks use it once more before their first exchange."""
+    def meeting(self, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
+        """(address for the others' `open_store`, rank 0's own store). The caller keeps the store as long as the ranks, because NCCL's ranks
+        use it once more before their first exchange."""
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send the same message to every rank."""
@@ -88,7 +85,6 @@ class LocalRanks:
         self._gpus = gpus
         self.links: list[RankLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
@@ -112,12 +108,9 @@ class LocalRanks:
         """See `RankHost.device_index`: all ranks see all GPUs."""
         return self._gpus[rank] if self._gpus else rank
 
-    @contextlib.contextmanager
-    def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
-        """See `RankHost.meeting`: the address is a file."""
-        self._folder = tempfile.TemporaryDirectory(prefix="embodied_ranks_")
-        where = str(Path(self._folder.name) / "store")
-        yield where, open_store(where, num_ranks, timeout_s)
+    def meeting(self, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
+        """See `RankHost.meeting`. No file, which a killed process would leave behind."""
+        return listening_store(LOOPBACK, num_ranks, timeout_s)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         for link in self.links:
@@ -138,8 +131,6 @@ class LocalRanks:
             link.close()  # type: ignore[attr-defined]
         for process in self.processes:
             end_process(process, _END_S)
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 # ---- where ranks meet ---------------------------------------------------------------------------------------------------
@@ -159,15 +150,13 @@ def listening_store(address: str, num_ranks: int, timeout_s: float) -> tuple[str
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    return f"{_TCP}{address}:{port}", store
+    return f"{address}:{port}", store
 
 
 def open_store(where: str, num_ranks: int, timeout_s: float) -> Store:
-    """Open the store of `RankHost.meeting`: a file, or ``tcp://address:port``. Raises RuntimeError if no server answers in time."""
-    if where.startswith(_TCP):
-        address, _, port = where.removeprefix(_TCP).rpartition(":")
-        return TCPStore(address, int(port), num_ranks, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return FileStore(where, num_ranks)
+    """Open the store of `RankHost.meeting` at ``address:port``. Raises RuntimeError if no server answers in time."""
+    address, _, port = where.rpartition(":")
+    return TCPStore(address, int(port), num_ranks, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def interface_of(address: str) -> str | None:

@@ -225,13 +225,13 @@ class RankExecutor(Executor):
                 link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
             self._await_start(links)  # reports early failures at once; from here on all ranks wait for each other
             # Kept, because ranks read it later, and nothing else here refers to it if the first rank is elsewhere.
-            with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, self._store):
-                for _, link in links:
-                    link.send({"do": "join", "store": where})
-                if host.first is None:
-                    join(self._store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
-                    self._here = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
-                self._await_start(links)
+            where, self._store = host.meeting(sharding.num_ranks, sharding.start_timeout_s)
+            for _, link in links:
+                link.send({"do": "join", "store": where})
+            if host.first is None:
+                join(self._store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
+                self._here = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
+            self._await_start(links)
         return RankElsewhere(host.first) if host.first is not None else self._part()
 
     def _await_start(self, links: Sequence[tuple[int, RankLink]]) -> None:
@@ -404,7 +404,7 @@ class RankExecutor(Executor):
         self._finalizer()
 
 
-def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+def join(store: str | Store, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
     """Make the process group of the ranks; gloo listens on the loopback interface unless the environment says otherwise.
 
     Args:
@@ -418,7 +418,7 @@ def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.dev
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store if isinstance(store, Store) else open_store(str(store), num_ranks, timeout_s),
+        store=store if isinstance(store, Store) else open_store(store, num_ranks, timeout_s),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),

@@ -10,12 +10,11 @@ The driver creates and ends the actors; rank 0, or the driver itself, sends them
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,12 @@ from torch.distributed.distributed_c10d import Store
 
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.hybrid.weight_sync import pack_tensors, unpack_tensors
-from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
+from embodied_rl.learning.rank_hosts import LOOPBACK, RankLink, TrainWorkerError, listen_on, listening_store
 from embodied_rl.learning.train_worker import RankServer
 from embodied_rl.methods.language_player import ModelFiles, write_model_files
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
 from embodied_rl.roles.wire import RoleLost, decode_error
 
-_LOOPBACK = "127.0.0.1"
 _LEAVE_S = 1.0
 """Time for a failed rank to report its error before it ends."""
 _LOOK_S = 0.05
@@ -155,7 +153,7 @@ class RayRanks:
         """Rank of the first actor; without a device, rank 0 is in this process."""
         self._links = [RayLink(actor) for actor in actors]
         self._addresses: list[str] = []
-        self._address = _LOOPBACK
+        self._address = LOOPBACK
         """Address where the ranks meet."""
 
     @property
@@ -173,11 +171,11 @@ class RayRanks:
         self._addresses = ray.get([actor.address.remote() for actor in self._actors])
         own = str(ray.util.get_node_ip_address())
         within = set(self._addresses) <= {own}
-        self._address = _LOOPBACK if within else own
+        self._address = LOOPBACK if within else own
         if self._device is None:
             listen_on(self._address)
         # Check here, where all actors are awaited: a rank that fails later, at the meeting, would keep the others waiting.
-        for reference in [actor.listen.remote(_LOOPBACK if within else None) for actor in self._actors]:
+        for reference in [actor.listen.remote(LOOPBACK if within else None) for actor in self._actors]:
             value_of(reference, "RankWorker")
 
     def take_model(self, files: ModelFiles) -> None:
@@ -193,10 +191,9 @@ class RayRanks:
         """See `RankHost.device_index`: an actor sees only its own GPU."""
         return 0
 
-    @contextlib.contextmanager
-    def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
+    def meeting(self, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
         """See `RankHost.meeting`: at this node's address, or at loopback if all ranks are on one node."""
-        yield listening_store(self._address, num_ranks, timeout_s)
+        return listening_store(self._address, num_ranks, timeout_s)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """See `RankHost.tell`; the tensors are in the object store once."""

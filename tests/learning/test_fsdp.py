@@ -16,6 +16,7 @@ from torch import distributed as dist
 from embodied_rl.config import PolicyConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.learning import fsdp
+from embodied_rl.learning.rank_hosts import LOOPBACK, listening_store
 from embodied_rl.learning.sharded_checkpoint import load_sharded, read_index, read_whole, save_sharded
 from embodied_rl.learning.tensor_parallel import parallelize
 from tests.forks import start_forked
@@ -55,8 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, _, optimizer, policy = plain(folder, "float32")
     save_sharded(folder / "one_process", training_tensors(policy, optimizer), metadata={"step": 3})
     told = folder / "told.txt"
+    where, _store = listening_store(LOOPBACK, 2, 120.0)
     with told.open("wb") as output:
-        ranks = [start_forked("tests.learning.fsdp_rank", rank, 2, folder / "store", folder, output=output) for rank in range(2)]
+        ranks = [start_forked("tests.learning.fsdp_rank", rank, 2, where, folder, output=output) for rank in range(2)]
     assert [rank.wait(500) for rank in ranks] == [0, 0], told.read_text()[-6000:]
     return folder
 

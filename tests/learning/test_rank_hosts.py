@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,12 +25,6 @@ def test_a_store_on_one_address_is_found_by_the_others_alone_there() -> None:
     assert again != where, "a free port each time"
     with pytest.raises(OSError, match="address"):
         listening_store("203.0.113.7", 2, 60.0)  # of a network that nobody has (RFC 5737)
-
-
-def test_a_store_in_a_file(tmp_path: Path) -> None:
-    first, second = (open_store(str(tmp_path / "store"), 2, 60.0) for _ in range(2))
-    first.set("key", "value")
-    assert second.get("key") == b"value"
 
 
 def test_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -150,13 +151,15 @@ def test_offloading_to_the_host_changes_nothing_on_a_processor() -> None:
         assert torch.equal(parameters(policies[1])[name], parameter)
 
 
-def test_the_store_of_the_ranks_is_there_as_long_as_they_are() -> None:
-    """NCCL's ranks meet in it before their first exchange, which comes after all have joined."""
+def test_the_store_of_the_ranks_is_there_as_long_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's ranks meet in it before their first exchange, which comes after all have joined. A killed run leaves no file of it behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     learner, ranks = sharded(make_policy(), 1)
     try:
         ranks._store.set_timeout(timedelta(seconds=5))
         ranks._store.set("later", "here")
         assert ranks._store.get("later") == b"here"
+        assert list(tmp_path.iterdir()) == []
     finally:
         ranks.close()
     assert learner.ranks is ranks
