@@ -315,19 +315,27 @@ def percent_text(value: float) -> str:
     return f"{100 * value:.4g}%"
 
 
+def _labelled(ticks: Sequence[float], as_text: Callable[[float], str]) -> list[tuple[float, str]]:
+    """Ticks with their labels, which have all their figures if short ones would be equal."""
+    labels = [as_text(tick) for tick in ticks]
+    if len(set(labels)) < len(ticks):
+        labels = [f"{tick:,.12g}" for tick in ticks]
+    return list(zip(ticks, labels, strict=True))
+
+
 def _axes(frame: Frame, x_label: str, as_text: Callable[[float], str]) -> str:
     left, bottom = frame.at(frame.x[0], frame.y[0])
     right, _ = frame.at(frame.x[1], frame.y[1])
     parts = []
-    for tick in nice_ticks(*frame.y):
+    for tick, label in _labelled(nice_ticks(*frame.y), as_text):
         _, y = frame.at(frame.x[0], tick)
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{html.escape(as_text(tick))}</text>')
-    for tick in nice_ticks(*frame.x, count=max(4, int(frame.width // 100))):
+        parts.append(f'<text class="tick" x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{html.escape(label)}</text>')
+    for tick, label in _labelled(nice_ticks(*frame.x, count=max(4, int(frame.width // 100))), short_number):
         x, _ = frame.at(tick, frame.y[0])
         # The last number would leave the drawing, the axis's name would overlap it.
         anchor = "end" if x > right - 12 else "middle"
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="{anchor}">{short_number(tick)}</text>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="{anchor}">{label}</text>')
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>')
     parts.append(f'<text class="tick name" x="{right:.1f}" y="{bottom + 31:.1f}" text-anchor="end">{html.escape(x_label)}</text>')
     return "".join(parts)

@@ -133,3 +133,18 @@ def test_what_a_file_says_stays_text() -> None:
     assert "<img" not in drawn
     assert drawn.count("</script>") == 1
     assert json.loads(json_text({"a": hostile})) == {"a": hostile}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (499.6, 499.9, ["499.6", "499.7", "499.8", "499.9"]),
+        (1.001, 1.004, ["1.001", "1.002", "1.003", "1.004"]),
+        (1_000_000, 1_000_300, ["1,000,000", "1,000,100", "1,000,200", "1,000,300"]),
+        (0, 3e6, ["0", "1M", "2M", "3M"]),
+    ],
+)
+def test_ticks_that_differ_have_different_labels(low: float, high: float, labels: list[str]) -> None:
+    drawn = line_chart("any", [Series("any", [1, 2], [low, high])])
+    assert re.findall(r'text-anchor="end">([^<]+)</text><line class="grid"', drawn) == labels[:-1]
+    assert f'text-anchor="end">{labels[-1]}</text>' in drawn
