@@ -110,6 +110,8 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
         MissingExtraError: h5py or pyarrow is not installed.
     """
     found = format_named(name)
+    if not len(recording):
+        raise RecordingError(f"'{recording.path}' has no episode, and files of {name} hold at least one.")
     module = importlib.import_module(f"{__name__}.{found.writer_module or found.module}")
     with new_folder(output) as temporary:
         temporary.mkdir(parents=True)

@@ -108,8 +108,6 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
     """
     if video not in ("mp4", "png"):
         raise RecordingError(f"LeRobot's data sets hold pictures as mp4 or png, not as '{video}'.")
-    if not len(recording):
-        raise RecordingError(f"'{recording.path}' has no episode, and LeRobot's data sets hold at least one.")
     dropped: set[str] = set()
     while True:
         target = folder / f"attempt_{len(dropped)}"

@@ -252,3 +252,13 @@ def test_half_a_surrogate_pair_in_an_instruction(tmp_path: Path) -> None:
         back, _ = converted(source, tmp_path / "there", "lerobot")
     with back:
         assert back.episode(0).instruction == "half \ud800"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_recording_without_episodes_is_refused(name: str, tmp_path: Path) -> None:
+    """The readers of these formats refuse a file without any."""
+    with (
+        record(tmp_path / "native", info_of(STATE), []) as source,
+        pytest.raises(RecordingError, match=f"files of {name} hold at least one"),
+    ):
+        write_foreign(source, tmp_path / "there", name)
