@@ -429,7 +429,12 @@ def test_each_task_of_a_multi_task_simulator_has_its_row(tmp_path: Path, capsys:
     pytest.importorskip("metaworld")
     names = ["reach-v3", "push-v3", "door-open-v3"]
     run = train_shortly(
-        tmp_path / "run", "sim=metaworld_mt10", f"sim.kwargs.tasks=[{','.join(names)}]", "sim.max_episode_steps=12", "total_steps=256"
+        tmp_path / "run",
+        "sim=metaworld_mt10",
+        f"sim.kwargs.tasks=[{','.join(names)}]",
+        "sim.max_episode_steps=12",
+        "total_steps=64",
+        "sim.num_workers=1",
     )
     final = json.loads((run / "results.json").read_text(encoding="utf-8"))
     assert len(final["tasks"]) == 2, "two episodes, of two of the three tasks"

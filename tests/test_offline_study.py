@@ -25,6 +25,7 @@ from embodied_rl.evaluation.offline_policy import (
 )
 from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy, outside_share, recorded_steps, study_recording
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from tests.episodes.episode_toys import make_episode
 from tests.episodes.learning_samples import MemoryRecording
 from tests.offline_toys import CHOICES, LIMIT, VECTORS, info_of, play, policy_of, save_policy
 
@@ -410,3 +411,12 @@ def test_the_toy_plays_as_its_checkpoint_says(choices: dict[str, Path]) -> None:
     with torch.no_grad():
         evaluation = policy.evaluate({"state": torch.tensor([[0.5, 1.0]])}, torch.tensor([[1]]))
     assert float(evaluation.log_prob[0, 0]) == pytest.approx(-math.log(1 + math.exp(1.0)), rel=1e-5)
+
+
+def test_actions_without_finite_bounds_are_refused_and_those_without_extent_are_zero() -> None:
+    fixed = SimSpec("any", {"state": TensorSpec((1,))}, ActionSpec.continuous([2], [2]))
+    episode = make_episode(fixed, 0, 3)
+    np.testing.assert_array_equal(played_episode(episode, 0, fixed, 3).scaled_action, np.zeros((3, 1)), "as cloning scales it")
+    endless = dataclasses.replace(fixed, action=ActionSpec.continuous([-np.inf], [np.inf]))
+    with pytest.raises(UserError, match="bounds are not finite"):
+        played_episode(episode, 0, endless, 3)

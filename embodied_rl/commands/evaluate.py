@@ -397,18 +397,15 @@ def _tell_players(
     players: Sequence[tuple[Checkpoint, str]], results: Sequence[output.EvaluationResult], values: Mapping[str, Any], command: str
 ) -> None:
     first, against = players[0][0], values["against"] is not None
+    document: Callable[[], Mapping[str, Any]]
     if len(players) == 1:
         name = EVALUATION_FILE if values["domain"] is None else f"evaluation-{values['domain']}.json"
         tables, default = [output.result_table(results[0])], first.run_dir / name
+        document = partial(output.document_of, first.config, results[0], command, output.origin_of(first))
     else:
         tables = [output.overview(players, results, against=against), *([output.comparison_table(players, results)] if against else [])]
         default = next_free(first.run_dir / COMPARISON_FILE)
-
-    def document() -> Mapping[str, Any]:
-        if len(players) == 1:
-            return output.document_of(first.config, results[0], command, output.origin_of(first))
-        return output.documents_of(players, results, command, against=against)
-
+        document = partial(output.documents_of, players, results, command, against=against)
     _tell(tables, output.labels(players), output.steps_of(players), results, _output(values, default), document)
 
 

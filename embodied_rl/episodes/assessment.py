@@ -168,14 +168,6 @@ def token_ids(actions: np.ndarray, action: ActionSpec, num_bins: int = DEFAULT_B
     return np.clip((share * num_bins).astype(np.int64), 0, num_bins - 1)
 
 
-def normalise(actions: np.ndarray, action: ActionSpec) -> np.ndarray:
-    """Scale the simulator's vectors [..., A] to [-1, 1], the inverse of `ActionSpec.denormalise`; choices pass through."""
-    if action.kind != "continuous":
-        return actions
-    low, high = np.asarray(action.low, np.float32), np.asarray(action.high, np.float32)
-    return np.clip(2 * (actions - low) / np.where(high > low, high - low, 1.0) - 1, -1.0, 1.0).astype(np.float32)
-
-
 def _summary(values: np.ndarray, confidence: float, seed: int) -> Summary:
     mean = float(values.mean())
     if len(values) < 2 or not np.isfinite(values).all():

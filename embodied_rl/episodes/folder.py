@@ -20,7 +20,7 @@ import numpy as np
 
 from embodied_rl.bounds import whole_number
 from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOT_COLUMN, Column
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo, not_finite
 from embodied_rl.errors import brief
 from embodied_rl.reading import open_regular, parse_json, read_npy_header, read_regular
 from embodied_rl.types import SimSpec, VariableSpec
@@ -387,9 +387,8 @@ def finite_problems(episode: RecordedEpisode) -> list[str]:
     problems = []
     for name, rows in episode.columns().items():
         due = name in FINITE_COLUMNS or name.startswith("observation.")
-        if due and isinstance(rows, np.ndarray) and rows.dtype.kind in "fc" and not (finite := np.isfinite(rows)).all():
-            row = int(np.argmin(finite.reshape(len(rows), -1).all(axis=1)))
-            problems.append(f"field '{name}': row {row} holds {rows[~finite].ravel()[0]}.")
+        if due and isinstance(rows, np.ndarray) and (bad := not_finite(rows)) is not None:
+            problems.append(f"field '{name}': row {bad[0]} holds {bad[1]}.")
     return problems
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from embodied_rl.episodes import folder as files
 from embodied_rl.episodes.buffers import UNFINISHED, BlobBuffer, Buffer, EpisodeRows, VideoBuffer
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import RecordingError, not_finite
 from embodied_rl.files import cannot_write, fsync, write_atomic
 
 _NEW = ".new-"
@@ -367,15 +367,13 @@ def _finite(column: Column, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray
 
 def _require_finite(column: Column, rows: np.ndarray, lengths: Sequence[int], first: int = 0) -> None:
     """Raise RecordingError naming the first non-finite row; `lengths` of the episodes, `first`: number of the first row in its own."""
-    numbers = np.isfinite(rows)
-    if numbers.all():
+    if (bad := not_finite(rows)) is None:
         return
-    row = int(np.argmin(numbers.reshape(len(rows), -1).all(axis=1)))
+    row, value = bad
     for length in lengths:
         if row < length:
             break
         row -= length
-    value = rows[~numbers].ravel()[0]
     raise RecordingError(f"Field '{column.name}' holds {value} in row {first + row} of the episode; it must be finite.")
 
 

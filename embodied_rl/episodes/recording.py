@@ -237,10 +237,8 @@ class EpisodeBlock:
     def first_not_finite(self, names: Iterable[str]) -> tuple[int, str] | None:
         """First (episode number in the recording, column) with NaN or infinity; None: all are finite."""
         for name in names:
-            rows = self.columns[name]
-            if rows.dtype.kind in "fc" and not (finite := np.isfinite(rows)).all():
-                row = int(np.argmin(finite.reshape(len(rows), -1).all(axis=1)))
-                return self._number_at(name, row), name
+            if (bad := not_finite(self.columns[name])) is not None:
+                return self._number_at(name, bad[0]), name
         return None
 
     def first_early_end(self) -> int | None:
@@ -254,6 +252,13 @@ class EpisodeBlock:
     def _number_at(self, name: str, row: int) -> int:
         starts = self.observation_starts if per_observation(name) else self.step_starts
         return int(self.numbers[np.searchsorted(starts, row, side="right") - 1])
+
+
+def not_finite(rows: np.ndarray) -> tuple[int, Any] | None:
+    """(first row with NaN or infinity, the first such number) of [n, ...]; None: all are finite."""
+    if rows.dtype.kind not in "fc" or (finite := np.isfinite(rows)).all():
+        return None
+    return int(np.argmin(finite.reshape(len(rows), -1).all(axis=1))), rows[~finite].ravel()[0]
 
 
 def per_observation(name: str) -> bool:

@@ -19,8 +19,8 @@ import torch
 
 from embodied_rl.checkpoint import Checkpoint, check_compatible
 from embodied_rl.config import PolicyConfig
-from embodied_rl.episodes.assessment import chunks_of, normalise, query_steps, steps_of
-from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
+from embodied_rl.episodes.assessment import chunks_of, query_steps, steps_of
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo, not_finite
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.base import Policy, given_action, prepare_observation
 from embodied_rl.policies.build import build_policy
@@ -226,7 +226,7 @@ class TokenTarget(TargetPolicy):
     def _in_bounds(self, units: np.ndarray) -> np.ndarray:
         """[Q, L] → [Q, H, A] normalised by the simulator's bounds."""
         given = given_action(self.policy, units)
-        return normalise(given.reshape(len(units), self.horizon, -1), self.spec.action)
+        return self.spec.action.normalise(given.reshape(len(units), self.horizon, -1))
 
     def _prepared(self, observation: Observation) -> dict[str, torch.Tensor]:
         return prepare_observation(self.policy, {key: np.array(observation[key]) for key in self.keys})
@@ -320,7 +320,7 @@ def score_recording(
 
 
 def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_steps: int) -> PlayedEpisode:
-    """The first `num_steps` of a recorded episode. Raises UserError for a non-finite number."""
+    """The first `num_steps` of a recorded episode. Raises UserError for a non-finite number, among them a bound of the actions."""
     rows = slice(0, num_steps)
     whole = num_steps == episode.num_steps
     # Copies: a recording's arrays end with it, and may be read-only.
@@ -330,14 +330,13 @@ def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_ste
     vectors = np.concatenate([part[: num_steps + 1].astype(np.float32) for part in parts], axis=1) if parts else None
     log_prob = None if episode.log_prob is None else episode.log_prob[rows].astype(np.float64)
     for name, part in (("log_prob", log_prob), ("reward", episode.reward[rows]), ("observation", vectors), ("sampled_action", drawn)):
-        if part is not None and not np.isfinite(part).all():
-            step = int(np.argwhere(~np.isfinite(part))[0][0])
-            raise UserError(f"Episode {number} (seed {episode.seed}) has a non-finite {name} at step {step}.")
+        if part is not None and (bad := not_finite(part)) is not None:
+            raise UserError(f"Episode {number} (seed {episode.seed}) has a non-finite {name} at step {bad[0]}.")
     return PlayedEpisode(
         number=number,
         seed=episode.seed,
         action=action,
-        scaled_action=normalise(action, spec.action),
+        scaled_action=spec.action.normalise(action),
         drawn=None if drawn is None else np.array(drawn[rows], np.int64 if spec.action.kind == "discrete" else np.float32),
         log_prob=log_prob,
         reward=episode.reward[rows].astype(np.float64),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.assessment import chunks_of, compare, normalise, query_steps, steps_of, token_ids
+from embodied_rl.episodes.assessment import chunks_of, compare, query_steps, steps_of, token_ids
 from embodied_rl.types import ActionSpec
 
 VECTORS = ActionSpec.continuous([-1, 0], [1, 10])
@@ -91,9 +91,7 @@ def test_tokens_and_scaling_are_the_inverse_of_the_simulators() -> None:
     edges = np.array([[-1.0, 0.0], [1.0, 10.0], [-0.001, 4.999], [0.0, 5.0]])
     np.testing.assert_array_equal(token_ids(edges, VECTORS, 256), [[0, 0], [255, 255], [127, 127], [128, 128]])
     scaled = np.random.default_rng(0).uniform(-1, 1, (50, 2)).astype(np.float32)
-    np.testing.assert_allclose(normalise(VECTORS.denormalise(scaled), VECTORS), scaled, atol=1e-6)
-    choices = np.array([[2]])
-    assert normalise(choices, CHOICES) is choices
+    np.testing.assert_allclose(VECTORS.normalise(VECTORS.denormalise(scaled)), scaled, atol=1e-6)
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

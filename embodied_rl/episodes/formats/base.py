@@ -12,7 +12,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from embodied_rl.episodes.folder import fit_problems
-from embodied_rl.episodes.recording import EpisodeTable, Fate, FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import (
+    EpisodeTable,
+    Fate,
+    FieldNote,
+    RecordedEpisode,
+    Recording,
+    RecordingError,
+    RecordingInfo,
+    not_finite,
+)
 from embodied_rl.errors import UserError, brief
 from embodied_rl.reading import parse_json as parse_text
 from embodied_rl.reading import read_regular
@@ -153,12 +162,8 @@ def finish_episode(path: Path, number: int, fields: Mapping[str, Any]) -> Record
 
 def require_finite(path: Path, array: np.ndarray | None, episode: int, field: str) -> None:
     """Raise RecordingError if an array [T, ...] contains NaN or infinity."""
-    if array is None or array.dtype.kind not in "fc":
-        return
-    finite = np.isfinite(array)
-    if not finite.all():
-        step = int(np.argwhere(~finite)[0][0])
-        raise damaged(path, f"holds {array[~finite][0]} at step {step}", episode, field)
+    if array is not None and (bad := not_finite(array)) is not None:
+        raise damaged(path, f"holds {bad[1]} at step {bad[0]}", episode, field)
 
 
 def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> np.ndarray:

@@ -65,9 +65,6 @@ class ManiSkillRecording(H5Recording):
         self._entries = self._check_entries(json_path)
         return len(self._entries), base.parse_side_info(json_path, self._meta[base.SIDE_ENTRY]) if self._own else None
 
-    def _episode(self, number: int) -> RecordedEpisode:
-        return self._read(number, base.NoteBook())
-
     def _check_entries(self, json_path: Path) -> list[dict[str, Any]]:
         """Check and return the JSON file's episodes."""
         entries = self._meta.get("episodes")
@@ -134,8 +131,8 @@ class ManiSkillRecording(H5Recording):
         seed = seed[0] if isinstance(seed, list) and len(seed) == 1 else seed
         return self._seed_or_unknown(seed, number, notes, "the file does not say")
 
-    def _read(self, number: int, notes: base.NoteBook) -> RecordedEpisode:
-        file, group = self._file, self._group(number)
+    def _episode(self, number: int) -> RecordedEpisode:
+        file, group, notes = self._file, self._group(number), base.NoteBook()
         fields = self._flags(number, notes)
         fields["observation"] = self._observation(group, number, len(fields["action"]) + 1, notes)
         if "state" not in fields and file.has(group, "env_states"):
@@ -160,11 +157,10 @@ class ManiSkillRecording(H5Recording):
         return {key: parts[_place(key)] for key in self.spec.observation}
 
     def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
-        env_info = self._meta["env_info"]
-        observation = self._observation(self._group(0), 0, len(self._flags(0, base.NoteBook())["action"]) + 1, notes)
+        env_info, action = self._meta["env_info"], self._flags(0, base.NoteBook())["action"]
+        observation = self._observation(self._group(0), 0, len(action) + 1, notes)
         kwargs = env_info.get("env_kwargs") or {}
         limit = env_info.get("max_episode_steps")
-        action = self._flags(0, base.NoteBook())["action"]
         if action.dtype == np.int64:
             raise base.damaged(self._file.path, "holds integers; actions of ManiSkill's are vectors", 0, "actions")
         spec = SimSpec(
