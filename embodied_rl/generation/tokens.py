@@ -543,49 +543,42 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 """Function from a request to the answer's tokens, including its stop token if it ends with one."""
 
 
-class _Instant(TokenBackend):
-    """Shared base of the backends without a model: requests wait in order, and the next `poll` answers them in full."""
+class _Instant(Stepwise):
+    """Shared base of the backends without a model: requests wait in order, and one step answers them all in full."""
 
     version: int = 0
     """Version of the last `load_weights`; there are no weights."""
 
     def __init__(self, version: int) -> None:
+        super().__init__()
         self.version = version
         self._waiting: list[GenerationRequest] = []
-        self._aborted: list[Completion] = []
-        self._paused = False
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._waiting)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_new_ids(requests, (request.request_id for request in self._waiting))
         refuse_structures(requests)
         self._waiting += requests
 
-    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`: returns everything that waits at once; while paused, only aborted requests."""
-        ready, self._aborted = self._aborted, []
-        if self._paused:
-            return ready
+    def _step(self) -> None:
         waiting, self._waiting = self._waiting, []
-        return ready + [self._answer(request) for request in waiting]
+        self._ready += [self._answer(request) for request in waiting]
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `TokenBackend.abort`; no token was sampled yet."""
         wanted = set(request_ids)
-        self._aborted += [Completion.of(r.request_id, [], [], [], [], "aborted") for r in self._waiting if r.request_id in wanted]
+        self._ready += [Completion.of(r.request_id, [], [], [], [], "aborted") for r in self._waiting if r.request_id in wanted]
         self._waiting = [request for request in self._waiting if request.request_id not in wanted]
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Set the version; there are no weights to load."""
         self.version = version
 
     def close(self) -> None:
-        self._waiting, self._aborted = [], []
+        self._waiting, self._ready = [], []
 
     def _answer(self, request: GenerationRequest) -> Completion:
         raise NotImplementedError
