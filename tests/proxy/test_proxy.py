@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +33,7 @@ from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, train_tokenizer
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
 from embodied_rl.serving.agents.pump import BackendPump
-from embodied_rl.serving.agents.sessions import CapturedSession, SessionLimits, read_captured
+from embodied_rl.serving.agents.sessions import CapturedSession, Session, SessionLimits, history_keys, read_captured
 from embodied_rl.serving.http_server import ServerLimits
 
 TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4
@@ -136,6 +137,19 @@ def test_turns_are_joined_and_sampled_tokens_stay_as_they_were(tokenizer: ChatTo
     assert row.turn_reward.tolist() == [0.25, 1.0]
     assert row.reward == 3.25
     assert session.metadata == {}
+
+
+def test_a_long_conversation_is_looked_up_in_one_pass() -> None:
+    """Its beginnings have the keys that they have alone; not each is written out anew, which would take minutes here."""
+    messages = [{"role": role, "content": f" {number} "} for number in range(30_000) for role in ("user", "assistant")]
+    keys = history_keys(messages, None)
+    assert len(set(keys)) == len(messages)
+    assert [history_keys(messages[:length], None)[-1] for length in (1, 2, 999)] == [keys[0], keys[1], keys[998]]
+    assert history_keys([messages[0], {"role": "assistant", "content": "0"}], None)[-1] == keys[1], "clients strip an answer's spaces"
+    assert history_keys([{"role": "user", "content": "0"}, messages[1]], None)[-1] != keys[1], "but a message is another"
+    assert history_keys(messages[:2], [{"function": {"name": "look"}}])[-1] != keys[1]
+    tokenizer: Any = SimpleNamespace(chat=lambda messages, tools: np.arange(len(messages)))
+    assert Session("long").prompt(messages, None, tokenizer).parent is None
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_template(tokenizer: ChatTokenizer) -> None:

@@ -299,11 +299,9 @@ class Session:
         If the template hides the position of an earlier answer, or the messages extend none, everything is tokenised anew and a new
         conversation begins. Raises UserError: the template refuses the messages.
         """
+        keys = history_keys(messages, tools)
         for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1]["role"] != "assistant":
-                continue
-            number = self._by_history.get(history_key(messages[:length], tools))
-            if number is None:
+            if messages[length - 1]["role"] != "assistant" or (number := self._by_history.get(keys[length - 1])) is None:
                 continue
             turn = self._turns[number]
             added = added_text(messages, length, tools, tokenizer, turn)
@@ -338,7 +336,7 @@ class Session:
         with self._lock:
             if self._captured is not None:
                 raise HttpProblem(409, "session_ended", f"Session '{self.name}' ended while this was sampled.")
-            self._by_history[history_key([*messages, answer], tools)] = len(self._turns)
+            self._by_history[history_keys([*messages, answer], tools)[-1]] = len(self._turns)
             self._turns.append(turn)
 
     def recall(self, completion_id: str) -> tuple[dict[str, Any], ...] | None:
@@ -397,10 +395,15 @@ class Session:
             return self._captured, first
 
 
-def history_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Key that is equal for conversations that a model sees as equal; spaces around an answer, which clients strip, are ignored."""
-    plain = [{**message, "content": message["content"].strip()} if message["role"] == "assistant" else message for message in messages]
-    return hashlib.sha256(json.dumps([plain, tools], sort_keys=True).encode()).hexdigest()
+def history_keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """For the conversation up to each message a key that is equal for conversations that a model sees as equal; spaces around an answer,
+    which clients strip, are ignored. In one pass: conversations have thousands of messages."""
+    so_far, keys = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()), []
+    for message in messages:
+        plain = {**message, "content": message["content"].strip()} if message["role"] == "assistant" else message
+        so_far.update(b"\n" + json.dumps(plain, sort_keys=True).encode())  # JSON has no such line breaks
+        keys.append(so_far.hexdigest())
+    return keys
 
 
 def added_text(
