@@ -41,6 +41,7 @@ class SlotViews:
         self.idle, self.all_ready = self._marks[IDLE], self._marks[READY]
         self._text = pool.action_buffers() if pool.spec.action.kind == "text" else None
         self._actions, self._shape = self._arrays["action"], (self._size, pool.spec.action.dim)
+        self._own_actions = self._actions[self._rows] if self._is_range else None
         self._buffers = {
             f"{prefix}/{key}": pool.slab.buffers(f"{prefix}/{key}", buffer)
             for prefix in ("observation", "final_observation", *(("inner_observation",) if chunk_size > 1 else ()))
@@ -78,11 +79,14 @@ class SlotViews:
         if self._chunk_size > 1:
             self._arrays["watched"][self._rows] = False if watched is None else watched
             return self._put_chunks(np.asarray(actions))
-        own = np.array(actions, self._actions.dtype)
-        if own.shape != self._shape:  # numpy would stretch one row over all
-            raise ValueError(f"Actions must be {list(self._shape)}, got {list(own.shape)}.")
-        self._actions[self._rows] = own
-        return own
+        given = np.asarray(actions)
+        if given.shape != self._shape:  # numpy would stretch one row over all
+            raise ValueError(f"Actions must be {list(self._shape)}, got {list(given.shape)}.")
+        if self._own_actions is not None:
+            self._own_actions[...] = given
+            return self._own_actions.copy()
+        self._actions[self._rows] = given
+        return self._actions[self._rows]
 
     def _put_chunks(self, actions: np.ndarray) -> np.ndarray:
         action = self._actions

@@ -197,17 +197,17 @@ class WorkerPool:
 
     def remove(self, index: int) -> None:
         """End a failed worker, which then writes nothing more, and clear its words in the slab."""
-        worker = self.workers[index]
-        worker.kill()
-        if worker in self._processes:
-            self._processes.remove(worker)
+        self.workers[index].kill()
+        self._forget(self.workers[index])
         if self.slab is not None:
             for name in ("worker_waiting", "control_pending", "failed"):
                 self.slab.arrays[name][index] = 0
 
     def refill_spares(self) -> None:
         """Start spares up to the planned number."""
-        self.spares = [spare for spare in self.spares if spare.alive()]
+        for spare in [spare for spare in self.spares if not spare.alive()]:
+            self.spares.remove(spare)
+            self._forget(spare)
         while len(self.spares) < self.plan.spare_workers:
             self.spares.append(self._spawn(0, spare=True))
 
@@ -217,9 +217,7 @@ class WorkerPool:
         for worker in own:
             worker.release()
         for worker in own:
-            worker.close()
-            if worker in self._processes:
-                self._processes.remove(worker)
+            self._forget(worker)
         self.workers, self.spares = [], []
 
     def close(self) -> None:
@@ -238,6 +236,12 @@ class WorkerPool:
     def action_buffers(self) -> VariableLengthBuffers:
         assert self.slab is not None
         return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        """End a worker that was released or is dead, and close its files."""
+        worker.close()
+        if worker in self._processes:
+            self._processes.remove(worker)
 
     def _sizes(self, index: int) -> list[int]:
         """Number of environments in each run of a worker."""

@@ -394,6 +394,13 @@ def test_a_spare_takes_a_failed_workers_place() -> None:
         os.kill(manager.worker_pids()[0], signal.SIGKILL)
         trace = play_lockstep(manager, 10)
         assert manager.worker_pids()[0] == spare
+        assert len(manager.fault_records) == 1  # and its place as a spare is filled
+        (dead,) = manager._pool.spares  # type: ignore[union-attr]
+        os.kill(dead.pid, signal.SIGKILL)
+        dead._process.wait(120)
+        manager._pool.refill_spares()  # type: ignore[union-attr]
+        assert dead not in manager._processes
+        assert dead.channel.socket.fileno() == -1, "its files are closed"
     assert_same(trace, clean_run(10))
 
 
