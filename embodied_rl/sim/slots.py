@@ -262,8 +262,7 @@ class SlotRunner:
         Observations are made only if they are read: at an episode's end, after the chunk, and after every step of a watched chunk.
         """
         chunk, out = self._chunk, self.out
-        for name in ("chunk_reward", "chunk_success", "executed"):
-            chunk[name][rows] = 0
+        self._clear_chunk(rows)
         terminated, truncated = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
         active = list(ids)
         for step in range(int(chunk["chunk_length"][rows].max())):
@@ -295,6 +294,10 @@ class SlotRunner:
         out.success[rows] = chunk["chunk_success"][rows].any(axis=1)
         out.terminated[rows], out.truncated[rows] = terminated[rows], truncated[rows]
         return (terminated | truncated)[rows]
+
+    def _clear_chunk(self, rows: Rows) -> None:
+        for name in self._chunk.keys() & {"chunk_reward", "chunk_success", "executed"}:
+            self._chunk[name][rows] = 0
 
     def _keep_inner(self, ids: list[int], step: int) -> None:
         for key, rooms in self._inner.items():
@@ -396,9 +399,7 @@ class SlotRunner:
         self._reset(ids, {})
         rows = np.asarray(ids)
         out.reward[rows], out.terminated[rows], out.truncated[rows], out.success[rows] = 0.0, False, False, False
-        for name in ("chunk_reward", "chunk_success", "executed"):
-            if name in self._chunk:
-                self._chunk[name][rows] = 0
+        self._clear_chunk(rows)
         self._publish_buffers(ids)
         self._begin[rows] = 0
         fence()
@@ -434,9 +435,7 @@ class SlotRunner:
         for key, buffers in self._buffers.items():
             buffers.copy_row(env_id, self._final_buffers[key])
         self._final_info.write(env_id, {})
-        for name in ("chunk_reward", "chunk_success", "executed"):
-            if name in self._chunk:
-                self._chunk[name][env_id] = 0
+        self._clear_chunk(np.asarray([env_id]))
         self.out.reward[env_id], self.out.terminated[env_id], self.out.truncated[env_id], self.out.success[env_id] = 0.0, False, True, False
         self._publish_buffers([env_id])
         fence()

@@ -231,10 +231,7 @@ class GymnasiumSim(SimEnv):
             with self._random[i].active(seed):
                 env.action_space.seed(seed)
                 observation, _ = env.reset(seed=seed, options=passed)
-            try:
-                self._write(out.observation, i, observation)
-            except ValueError as error:
-                raise self._wrong_shape(error, "The first observation") from error
+            self._put(out, i, observation, "The first observation")
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if not self._on_demand:
@@ -253,11 +250,7 @@ class GymnasiumSim(SimEnv):
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         if self._on_demand:
             for i in env_ids:
-                observation = self._on_demand[i].observe()
-                try:
-                    self._write(out.observation, i, observation)
-                except ValueError as error:
-                    raise self._wrong_shape(error) from error
+                self._put(out, i, self._on_demand[i].observe(), "A step")
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if self._draws_while_stepping:
@@ -274,9 +267,15 @@ class GymnasiumSim(SimEnv):
         except ValueError as error:
             if not _is_ours(error):
                 raise
-            raise self._wrong_shape(error) from error
+            raise self._wrong_shape(error, "A step") from error
 
-    def _wrong_shape(self, error: ValueError, what: str = "A step") -> WrongShapeError:
+    def _put(self, out: StepBuffers, i: int, observation: Any, what: str) -> None:
+        try:
+            self._write(out.observation, i, observation)
+        except ValueError as error:
+            raise self._wrong_shape(error, what) from error
+
+    def _wrong_shape(self, error: ValueError, what: str) -> WrongShapeError:
         shapes = {key: part.shape for key, part in self.spec.tensors.items()}
         return WrongShapeError(f"{what} of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.")
 
