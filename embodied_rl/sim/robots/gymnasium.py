@@ -339,11 +339,20 @@ class GymnasiumSim(SimEnv):
         """
         with self._random[0].active(0):
             env.action_space.seed(0)
-            _, reset_info = env.reset(seed=0)
+            reset_info = _info_of(env.reset(seed=0), "reset", "observation, info")
             before = fingerprint()
-            *_, step_info = env.step(env.action_space.sample())
+            step_info = _info_of(env.step(env.action_space.sample()), "step", "observation, reward, terminated, truncated, info")
             draws = fingerprint() != before
         return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None), draws
+
+
+def _info_of(answer: Any, method: str, parts: str) -> Mapping[str, Any]:
+    """The last of an answer's `parts`. Raises UserError for the answer of an older gym, which has others."""
+    if not (isinstance(answer, tuple) and len(answer) == parts.count(",") + 1 and isinstance(answer[-1], Mapping)):
+        raise UserError(
+            f"`{method}` must return ({parts}), with a dictionary as info, as gymnasium's environments do; got {answer!r:.100}."
+        )
+    return answer[-1]
 
 
 def _is_ours(error: Exception) -> bool:

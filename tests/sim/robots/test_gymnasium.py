@@ -305,6 +305,21 @@ def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:
         VectorEnvSim(env)
 
 
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_an_environment_of_an_older_gym_is_named(method: str) -> None:
+    class Old(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(-1, 1, (1,))
+
+        def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
+            return np.zeros(2) if method == "reset" else (np.zeros(2), {})
+
+        def step(self, action: np.ndarray) -> Any:
+            return np.zeros(2), 0.0, False, {}
+
+    with pytest.raises(UserError, match=rf"`{method}` must return \(observation, .*info\).* got "):
+        GymnasiumSim([Old()])
+
+
 def test_a_first_observation_of_another_shape_is_named() -> None:
     class Wider(gymnasium.Env):
         observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(-1, 1, (1,))
