@@ -43,9 +43,10 @@ class WorkerPoolPlan:
     """Workers built ahead, so that replacing a failed one does not wait for a build."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a chunk size below 1."""
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
+        """Raises ValueError for a count below 1."""
+        for name in ("num_slots", "num_workers", "num_groups", "chunk_size", "max_episode_steps"):
+            if (count := vars(self)[name]) is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
 
     def reset_patience(self, built_s: float) -> Patience:
         """Timeout for a reset of all slots, if building the simulators took `built_s`."""

@@ -272,3 +272,12 @@ def test_the_dealing_of_slots_changes_no_number() -> None:
             assert len(manager.render([0, 5])) == 2
     for other in traces[1:]:
         assert_same(traces[0], other)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_slots": 0}, {"num_workers": -1}, {"num_groups": 0}, {"chunk_size": 0}, {"max_episode_steps": 0}]
+)
+def test_a_count_below_one_is_refused_before_anything_starts(arguments: dict[str, int]) -> None:
+    ((name, count),) = arguments.items()
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {count}"):
+        EnvManager(SimFactory(COUNTING), **{"num_slots": 2, **arguments})  # type: ignore[arg-type]
