@@ -61,7 +61,7 @@ def make_vec_env(
     Raises UserError: a name, task or argument that is not known, or observations or actions without a fixed space.
     """
     config = load_sim_config(sim)
-    slots = num_envs or config.num_slots
+    slots = config.num_slots if num_envs is None else num_envs
     config = dataclasses.replace(
         config, task=task or config.task, kwargs={**config.kwargs, **kwargs}, num_slots=slots, num_workers=num_workers, pipeline_groups=1
     )

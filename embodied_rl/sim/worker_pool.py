@@ -76,7 +76,7 @@ def worker_pool_size(num_workers: int | None, num_slots: int) -> int:
     if isinstance(num_workers, str):
         raise UserError(f"EnvManager needs a number of workers, or None for one per core, got {num_workers!r}.")
     cores = available_cores()
-    size = min(num_workers or cores, num_slots)
+    size = min(cores if num_workers is None else num_workers, num_slots)
     if size > cores:
         warnings.warn(
             f"num_workers={size} is more than the {cores} cores this process may use; workers will wait for each other.", stacklevel=3

@@ -275,7 +275,7 @@ def test_the_dealing_of_slots_changes_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"num_slots": 0}, {"num_workers": -1}, {"num_groups": 0}, {"chunk_size": 0}, {"max_episode_steps": 0}]
+    "arguments", [{"num_slots": 0}, {"num_workers": 0}, {"num_groups": 0}, {"chunk_size": 0}, {"max_episode_steps": 0}]
 )
 def test_a_count_below_one_is_refused_before_anything_starts(arguments: dict[str, int]) -> None:
     ((name, count),) = arguments.items()

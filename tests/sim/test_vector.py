@@ -356,3 +356,8 @@ def test_texts_are_a_space_too(mode: AutoresetMode) -> None:
         vector.step(("<answer>Up</answer>", "žluťoučký"))
         with pytest.raises(UserError, match="A step takes 2 actions of"):
             vector.step(("Up",))
+
+
+def test_no_environments_are_refused() -> None:
+    with pytest.raises(UserError, match=r"sim.num_slots must be between 1 and .*, got 0"):
+        make_vec_env("cartpole", 0)
