@@ -515,6 +515,15 @@ def test_a_checkpoint_in_the_background_moves_the_link_when_it_is_whole(tmp_path
     writer.wait()
     assert find_last(tmp_path) == (tmp_path / "checkpoints" / "step_000002000").resolve()
 
+    def half(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("begun")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"Cannot write .*checkpoints': No space left on device"):
+        writer.save(4000, policy={"w": weights}, learner={}, describe=half, **arguments)
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"last", "step_000001000", "step_000002000"}, "nothing that would fill the disk further"
+
 
 def test_the_base_of_an_adapter_is_looked_for_and_compared(tmp_path: Path) -> None:
     base, run = tmp_path / "base", tmp_path / "run"

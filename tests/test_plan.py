@@ -12,11 +12,11 @@ import yaml
 
 from embodied_rl.commands.plan import cluster_of, main, workload_of
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import group_names
+from embodied_rl.config import group_names, rules
 from embodied_rl.config.hybrid import ClusterConfig, PlacementConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, resolve
-from embodied_rl.planning.measuring import fit_line, fit_spread, measure
+from embodied_rl.planning.measuring import fit_line, fit_spread, in_one_process, measure
 from embodied_rl.sim.affinity import available_cores
 
 
@@ -147,3 +147,8 @@ def test_measuring_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert cluster_of("here").nodes[0].count == 1
     with pytest.raises(UserError, match="has no rollouts to plan"):
         measure(load_train_config(["experiment=push_bc"]))
+
+
+def test_a_run_of_several_players_is_measured_in_one_process() -> None:
+    apart = load_train_config(["sim=cartpole", "hybrid=disaggregated", "hybrid.device=cpu", "hybrid.players=2", "hybrid.publish=changed"])
+    assert rules.resolve(in_one_process(apart)).hybrid.players == 1

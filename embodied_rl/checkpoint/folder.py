@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -292,8 +291,7 @@ def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
         copy_files(checkpoint.path, temporary)
-        _move_into_place(temporary, final)
-        _link(root / "last", final.name)
+        _publish(temporary, final, ("last",))
     except OSError as error:
         raise cannot_write(final, error) from error
     return replace(checkpoint, path=final.resolve())
@@ -561,13 +559,15 @@ class CheckpointWriter:
 
     def _described(self, describe: Callable[[Path], None]) -> Path:
         """Write the policy's description at once, because tokenizers cannot be read while others use them."""
-        root = self.run_dir / "checkpoints"
+        folder = self.run_dir / "checkpoints" / f"{PARTS}model"
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix=f"{PARTS}model-", dir=root))
+            folder.mkdir(parents=True)
             write_description(describe, folder)
-        except OSError as error:
-            raise cannot_write(root, error) from error
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise cannot_write(folder.parent, error) from error
+            raise
         return folder
 
     def wait(self) -> None:

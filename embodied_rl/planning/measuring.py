@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,10 +53,8 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
     """
     if config.keeps_steps:
         raise UserError(f"algorithm={config.algorithm.name} has no rollouts to plan: measure an on-policy algorithm.")
-    # Time each part separately in this process, wherever the run would place it.
-    here = dataclasses.replace(config.hybrid, placement=PlacementConfig(), cluster="local", reward_worker=None)
-    quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, names=()), resume=None, hybrid=here)
-    with tempfile.TemporaryDirectory() as folder, Trainer(quiet, Path(folder), command="python -m embodied_rl.plan") as trainer:
+    here, command = in_one_process(config), "python -m embodied_rl.plan"
+    with tempfile.TemporaryDirectory() as folder, Trainer(here, Path(folder), command=command) as trainer:
         trainer.engine.publish(version=0)
         trainer.method.restart(0)
         experience, train_s, seconds = _iterations(trainer, iterations)
@@ -73,6 +71,13 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
         return Measurement(
             workload, experience.num_steps / seconds, (trainer.manager.num_turns or config.sim.num_groups) if workload.rollout_steps else 1
         )
+
+
+def in_one_process(config: TrainConfig) -> TrainConfig:
+    """The run with all its parts in one process, wherever it would place them, so that each is timed separately; without loggers."""
+    whole: dict[str, Any] = {"placement": PlacementConfig(), "cluster": "local", "players": 1, "publish": "full", "reward_worker": None}
+    hybrid, logger = dataclasses.replace(config.hybrid, **whole), dataclasses.replace(config.logger, names=())
+    return dataclasses.replace(config, logger=logger, resume=None, hybrid=hybrid)
 
 
 def _iterations(trainer: Trainer, count: int) -> tuple[Experience, float, float]:
