@@ -402,6 +402,13 @@ def test_limits_of_sessions(tokenizer: ChatTokenizer) -> None:
         session.last_used -= 61.0
         chat(proxy, [user("x")], key="two")
         assert [(s.session, s.ended_by) for s in proxy.take_finished()] == [("one", "idle")]
+        (session,) = proxy._book.sessions.values()
+        session.last_used -= 61.0
+        until, finished = time.monotonic() + 240, list[CapturedSession]()
+        while not finished and time.monotonic() < until:  # nobody asks for anything
+            time.sleep(0.05)
+            finished = proxy.take_finished()
+        assert [(s.session, s.ended_by) for s in finished] == [("two", "idle")]
 
 
 # ---- with a model ---------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ _ERROR = {
 _PROBLEM = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
 
 
+_WATCH_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400, "invalid_request"), "rate_limited": (429, "rate_limited")}
 
@@ -111,6 +112,8 @@ class AgentProxy:
         except BaseException:
             self._pump.close()
             raise
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="session watcher", daemon=True).start()
 
     @property
     def base_url(self) -> str:
@@ -153,6 +156,7 @@ class AgentProxy:
 
     def close(self) -> None:
         """Stop answering; open sessions with turns are finished, as ended by ``close``."""
+        self._closing.set()
         self._server.close()
         self._pump.close()
         for session in list(self._book.sessions.values()):
@@ -475,6 +479,11 @@ class AgentProxy:
         return {"token": text, "logprob": value if np.isfinite(value) else None, "bytes": list(text.encode())}
 
     # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """End idle sessions without further requests, too."""
+        while not self._closing.wait(_WATCH_S):
+            self._end_idle()
 
     def _end_idle(self) -> None:
         for session in self._book.idle():

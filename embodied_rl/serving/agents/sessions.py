@@ -471,8 +471,10 @@ class SessionBook:
                 return self.sessions[self.keys[key]]
             if not self.open_to_any_key:
                 raise HttpProblem(401, "unauthorized", "This API key belongs to no open session. Open one with POST /v1/sessions.")
-            self.counts[key] = number = self.counts.get(key, 0) + 1
-            return self.open(key if number == 1 else f"{key}.{number}", key)
+            number = self.counts.get(key, 0) + 1
+            session = self.open(key if number == 1 else f"{key}.{number}", key)
+            self.counts[key] = number  # not of one that was refused
+            return session
 
     def by_name(self, name: str) -> Session:
         """Session by its name, or by its free key. Raises HttpProblem 404."""
