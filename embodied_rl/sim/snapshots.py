@@ -88,7 +88,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
     try:
         skeleton = json.loads(bytes(view[_HEADER.size : blocks_from]))
         return _Reader(view[blocks_from:]).node(skeleton)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, struct.error) as error:
         raise SnapshotError(f"Snapshot has a right checksum and wrong content ({error}): it was not written by embodied_rl.") from error
 
 
@@ -218,7 +218,7 @@ class _Reader:
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> np.ndarray:
         kind = np.dtype(dtype)
-        if kind.kind not in _ARRAY_KINDS:
+        if kind.kind not in _ARRAY_KINDS or not kind.itemsize:  # numpy gives texts of no characters one
             raise ValueError(f"dtype {dtype}")
         if math.prod(shape) * kind.itemsize > len(self._blocks):
             raise ValueError("an array larger than the data")

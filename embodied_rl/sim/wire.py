@@ -64,7 +64,7 @@ def decode_array(data: Json, dtype: str | None = None) -> np.ndarray:
         return np.frombuffer(raw, kind).reshape(shape).copy()
     except WireError:
         raise
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, OSError, OverflowError) as error:
         raise WireError(f"An array cannot be read ({type(error).__name__}: {error}).") from error
 
 
@@ -88,7 +88,11 @@ def _read_png(data: bytes, shape: list[int]) -> np.ndarray:
 
     if len(shape) < 3 or shape[-1] not in _PNG_MODES:
         raise WireError(f"A picture cannot have the shape {shape}.")
-    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+    try:
+        opened = Image.open(io.BytesIO(data), formats=("PNG",))
+    except Image.DecompressionBombError as error:
+        raise WireError(f"A picture cannot be read: {error}") from error
+    with opened as image:
         # Checked before it is unpacked: a small file may contain a picture larger than the memory.
         if (image.width, image.height) != (shape[-2], math.prod(shape[:-2])) or image.mode != _PNG_MODES[shape[-1]]:
             raise WireError(f"A picture of {image.width} x {image.height} ({image.mode}) was said to have the shape {shape}.")

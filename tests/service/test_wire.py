@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -65,6 +68,13 @@ def test_pictures_are_small() -> None:
     assert len(encode_array(flat)["png"]) < flat.nbytes / 50
 
 
+def header_of_a_picture(width: int, height: int) -> bytes:
+    """A PNG file of a few bytes that would take gigabytes to unpack."""
+    chunks = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IEND"
+    sealed = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(sealed)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -77,6 +87,8 @@ def test_pictures_are_small() -> None:
         {**encode_array(ARRAYS["rgb"]), "shape": [70, 50, 3]},
         {**encode_array(ARRAYS["rgb"]), "shape": [35, 3]},
         [[1], [1, 2]],
+        [10**400],
+        {"png": base64.b64encode(header_of_a_picture(60_000, 60_000)).decode(), "shape": [60_000, 60_000, 3]},
         "text",
     ],
 )

@@ -207,6 +207,8 @@ def sealed(skeleton: Any, blocks: bytes = b"") -> bytes:
         ["a", "<f8", [3], 0],  # more than there is
         ["a", "<f8", [2**40], 0],
         ["a", "<f8", [-1], 0],
+        ["a", "|S0", [10**15], 0],  # numpy would take a byte for each
+        ["q", 2**70, []],
         ["b", -8, 8],
         ["b", 0, 9],
         ["f", "00"],
