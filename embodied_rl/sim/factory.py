@@ -142,18 +142,13 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
-    name = called(factory)
-    if name == "make":  # the name of our own adapters' factories
-        name = factory.__module__.rpartition(".")[2]
     if unknown:
+        name = called(factory)
+        if name == "make":  # the name of our own adapters' factories
+            name = factory.__module__.rpartition(".")[2]
         raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], parameters)}")
     if "num_envs" in parameters:
-        try:
-            made = factory(num_envs=num_envs, **kwargs)
-        except (TypeError, IndexError) as error:  # our own adapters check numbers, not their types
-            if not kwargs or not factory.__module__.startswith("embodied_rl."):
-                raise
-            raise UserError(f"Simulator '{name}' cannot be made with {kwargs}: {type(error).__name__}: {error}.") from error
+        made = factory(num_envs=num_envs, **kwargs)
         if isinstance(made, SimEnv):
             _check_contract(made)
             return made

@@ -103,7 +103,7 @@ def test_nan_names_slot_seed_and_step(where: str) -> None:
         (
             "embodied_rl.sim.text.frozenlake:make",
             {"hole_share": "much"},
-            "Simulator 'frozenlake' cannot be made with {'hole_share': 'much'}",
+            "frozenlake:make' cannot be made with {'hole_share': 'much'}",
         ),
         ("math:pi", {}, "3.14159.* must be a class or function that makes a gymnasium.Env"),
         ("time:time", {}, "must be a class or function that makes a gymnasium.Env"),
