@@ -267,26 +267,26 @@ class RankExecutor(Executor):
         parts = objective.divide(self.policy, minibatch, self.num_parts, self.sharding.micro_batch_size or self.config.micro_batch_size)
         own = [minibatch.chosen(torch.from_numpy(part.rows)) if len(part.rows) else minibatch.filler() for part in parts]
         message = {"do": "step", "objective": objective.name, "numbers": numbers, "learning_rate": learning_rate}
-        for index, link in self._links():
-            self._send(link, {**message, "micro": parts[index].micro}, own[index].tensors())
         with self._blaming_workers():
+            for index, link in self._links():
+                link.send({**message, "micro": parts[index].micro}, own[index].tensors())
             return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate)
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         """See `Executor.values`: each rank computes equally many rows."""
         self._send_buffers()
         num_rows = len(next(iter(ready.values())))
-        size = max(-(-num_rows // self.num_parts), 1)
         if num_rows == 0:
             return np.zeros(0, np.float32)
+        size = -(-num_rows // self.num_parts)
 
         def part(index: int) -> dict[str, Tensor]:
             rows = torch.arange(index * size, (index + 1) * size).clamp(max=num_rows - 1)  # padded with the last row
             return {key: tensor.index_select(0, rows) for key, tensor in ready.items()}
 
-        for index, link in self._links():
-            self._send(link, {"do": "values"}, part(index))
         with self._blaming_workers():
+            for index, link in self._links():
+                link.send({"do": "values"}, part(index))
             found = [self.rank.values(part(0))]
             answers = [link.recv()[1]["value"] for _, link in self._links()]
             shards = self.sharding.num_tensor_shards
@@ -374,11 +374,6 @@ class RankExecutor(Executor):
         """Send the same message to every other rank."""
         with self._blaming_workers():
             self.host.tell(message, tensors)
-
-    def _send(self, link: RankLink, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Send to one rank. Raises TrainWorkerError if it has ended."""
-        with self._blaming_workers():
-            link.send(message, tensors)
 
     def _links(self) -> Iterator[tuple[int, RankLink]]:
         """(index of the part of a minibatch, link) of every other rank."""

@@ -52,10 +52,6 @@ class SavingCheckpoint:
     _thread: threading.Thread
     _failure: list[BaseException]
 
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
     def finish(self) -> None:
         """Wait until writing has ended, whatever the result."""
         self._thread.join()
