@@ -372,14 +372,6 @@ def test_a_run_whose_folder_was_removed_ends_with_its_own_error(tmp_path: Path) 
         shutil.rmtree(folder.path)
 
 
-def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
-    done = run_command(
-        *PENDULUM, f"sim.num_slots={cores + 1}", f"sim.num_workers={cores + 1}", "total_steps=256", "run_dir=run", cwd=tmp_path
-    )
-    assert f"num_workers={cores + 1} is more than the {cores} cores" in done.stderr
-
-
 def test_a_run_says_first_what_it_will_do_and_that_its_time_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands, each a process of its own: start-up is what takes too long here."""
 
