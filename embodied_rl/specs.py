@@ -141,13 +141,16 @@ class ActionSpec:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ActionSpec:
-        if not all(isinstance(bound, int | float) for name in ("low", "high") for bound in data[name]):
+        low, high, dim = tuple(data["low"]), tuple(data["high"]), int(data["dim"])
+        if not all(isinstance(bound, float) or (isinstance(bound, int) and abs(bound) < 2**63) for bound in (*low, *high)):
             raise TypeError("a bound of the actions is no number")
+        if data["kind"] == "continuous" and not len(low) == len(high) == dim:
+            raise ValueError(f"{dim} dimensions of the actions have {len(low)} and {len(high)} bounds")
         return ActionSpec(
             data["kind"],
-            int(data["dim"]),
-            tuple(data["low"]),
-            tuple(data["high"]),
+            dim,
+            low,
+            high,
             int(data["num_actions"]),
             int(data.get("max_bytes", 0)),
         )
@@ -238,7 +241,7 @@ class SimSpec:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SimSpec:
-        if not all(isinstance(data.get(name), str | None) for name in ("task", "instruction")):
+        if not isinstance(data["task"], str) or not isinstance(data.get("instruction"), str | None):
             raise TypeError("the task or its instruction is no text")
         return SimSpec(
             **{

@@ -187,6 +187,15 @@ OPENING = {
     "info policy": (lambda r, p: edit_info(r, policy="x"), r"recording.json' does not describe a recording: 'policy' must be a mapping"),
     "info sim": (lambda r, p: edit_info(r, sim=5), r"'sim' must be a mapping, got 5"),
     "info task": (lambda r, p: edit_spec(r, task={}), r"the task or its instruction is no text"),
+    "info no task": (lambda r, p: edit_spec(r, task=None), r"the task or its instruction is no text"),
+    "info few bounds": (
+        lambda r, p: edit_spec(r, action={**ActionSpec.continuous([0, 0], [1, 1]).to_dict(), "low": [0]}),
+        r"2 dimensions of the actions have 1 and 2 bounds",
+    ),
+    "info huge bound": (
+        lambda r, p: edit_spec(r, action={**ActionSpec.continuous([0], [1]).to_dict(), "low": [10**400]}),
+        r"a bound of the actions is no number",
+    ),
     "info bounds": (lambda r, p: edit_spec(r, action={"kind": "continuous", "dim": 1, "low": "x", "high": [1]}), r"bound of the actions"),
     "info command": (lambda r, p: edit_info(r, command=[]), r"'command' must be a text"),
     "info list": (lambda r, p: (r / "recording.json").write_text("[]"), r"recording.json' does not describe a recording"),
