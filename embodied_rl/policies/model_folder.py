@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from embodied_rl.errors import UserError, from_extra
@@ -141,7 +140,7 @@ def _model_kind(folder: Path, attention: str, failure: str) -> Iterator[tuple[Pr
         yield config, auto
     except UserError:
         raise
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # for a wrong config.json transformers raises anything: its own validation's errors, ZeroDivisionError, …
         raise UserError(f"{failure}: {first_line(error)}") from error
 
 
@@ -210,9 +209,9 @@ def import_transformers() -> ModuleType:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of a library's error, to append to another message."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
+    """First line of a library's error, and the second if the first ends with a colon, to append to another message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
     return text if len(text) <= _MESSAGE else text[:_MESSAGE] + "…"
 
 

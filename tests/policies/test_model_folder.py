@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
-from embodied_rl.policies.model_folder import load_model, max_context
+from embodied_rl.policies.model_folder import empty_model, load_model, max_context
 from embodied_rl.policies.tiny_language import END, TinyShape, make_tiny_model, train_tokenizer
 from tests.policies.language_models import TEXTS, tiny
 
@@ -35,6 +36,25 @@ def test_missing_folder_and_files(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no model\*\.safetensors"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("make", [load_model, empty_model])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "many"}, "error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 3}, "is not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "modulo by zero"),
+        ({"dtype": "floatx"}, "no attribute 'floatx'"),
+    ],
+)
+def test_wrong_values_of_a_config_are_one_line(folder: Path, make: Any, changes: dict[str, object], message: str) -> None:
+    """transformers raises errors of many kinds for them."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=f"llama model .*{message}") as caught:
+        make(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_config(folder: Path) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor
 
 from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
@@ -334,7 +333,7 @@ def load_pi0_policy(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # as in `model_folder.load_model`
         raise UserError(f"Cannot load the pi0 model in '{folder}': {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:

@@ -144,10 +144,10 @@ class OpenVLAConfig:
         if not raw.get("use_fused_vision_backbone", True):
             raise UserError(f"'{directory}/config.json' has a single vision backbone; only the fused DINOv2 + SigLIP pair is supported.")
         statistics = directory / "dataset_statistics.json"
-        norm_stats = dict(raw.get("norm_stats") or {}) | (read_json(statistics) if statistics.exists() else {})
         try:
+            norm_stats = dict(raw.get("norm_stats") or {}) | (read_json(statistics) if statistics.exists() else {})
             return OpenVLAConfig(
-                text=raw["text_config"],
+                text=dict(raw["text_config"]),
                 vision=vision or _vision(raw, directory),
                 resize=raw.get("image_resize_strategy", "resize-naive"),
                 num_action_bins=int(raw.get("n_action_bins", 256)),
@@ -158,6 +158,10 @@ class OpenVLAConfig:
             )
         except KeyError as error:
             raise UserError(f"'{directory}/config.json' has no entry {error}. Is it the config.json of an OpenVLA checkpoint?") from error
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UserError(f"'{directory}/config.json' is damaged: {error}. Is it the config.json of an OpenVLA checkpoint?") from error
 
 
 def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] | None:

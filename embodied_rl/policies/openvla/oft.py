@@ -101,8 +101,12 @@ class OpenVLAOFT(VisionLanguageModel):
                 f"'{directory}/config.json' does not describe the OpenVLA-OFT training: give its chunk, num_images, head, film, "
                 "proprio_dim and variant (OFTConfig)."
             )
+        try:
+            oft = oft or OFTConfig(**config.raw[OFT_KEY])
+        except TypeError as error:
+            raise UserError(f"'{directory}/config.json': entry '{OFT_KEY}' is damaged: {error}.") from error
         with torch.device("meta"):
-            model = cls(config, oft or OFTConfig(**config.raw[OFT_KEY]))
+            model = cls(config, oft)
         extra = model.own_names()
         model.load(directory, dtype=dtype, device=device, optional=extra)
         if extra:

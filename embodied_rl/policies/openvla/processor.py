@@ -9,6 +9,7 @@ import io
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -78,8 +79,11 @@ def range_of(
     missing = [field for field in (low_name, high_name) if field not in statistics]
     if missing:
         raise UserError(f"norm_stats['{name}']['{part}'] has no '{missing[0]}'.{did_you_mean(missing[0], statistics)}")
-    low, high = (np.asarray(statistics[field], np.float64) for field in (low_name, high_name))
-    mask = np.asarray(statistics.get("mask", np.ones(low.shape, bool)), bool)
+    try:
+        low, high = (np.asarray(statistics[field], np.float64) for field in (low_name, high_name))
+        mask = np.asarray(statistics.get("mask", np.ones(low.shape, bool)), bool)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"norm_stats['{name}']['{part}'] is damaged: {error}.") from error
     if not low.shape == high.shape == mask.shape or low.ndim != 1:
         raise UserError(
             f"norm_stats['{name}']['{part}']: sizes differ: {low_name} {low.shape}, {high_name} {high.shape}, mask {mask.shape}."
@@ -377,6 +381,9 @@ def _normalisation(directory: Path) -> Normalisation:
     means, stds = data.get("means"), data.get("stds")
     if means is None or stds is None:
         return Normalisation()
-    if [len(part) for part in (*means, *stds)] != [3, 3, 3, 3]:
+    values: np.ndarray = np.empty(0)
+    with suppress(TypeError, ValueError):
+        values = np.array([means, stds], np.float64)
+    if values.shape != (2, 2, 3):
         raise UserError(f"'{path}' must hold two means and two stds of three channels each, got {means} and {stds}.")
-    return Normalisation(tuple(float(x) for part in means for x in part), tuple(float(x) for part in stds for x in part))
+    return Normalisation(*(tuple(part.ravel().tolist()) for part in values))

@@ -319,6 +319,9 @@ def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     with pytest.raises(UserError, match="of type 'llama', not pi0"):
         load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "chunk_size": "many"}))
+    with pytest.raises(UserError, match=r"Cannot load the pi0 model .*field 'chunk_size': TypeError: Field 'chunk_size' expected int"):
+        load(tmp_path)
 
 
 def test_a_folder_without_tokenizer_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:

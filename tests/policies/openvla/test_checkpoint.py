@@ -14,6 +14,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.policies.openvla.checkpoint import INDEX, SINGLE, read_safetensors
 from embodied_rl.policies.openvla.config import VIT_KEY, OpenVLAConfig
 from embodied_rl.policies.openvla.model import OpenVLA
+from embodied_rl.policies.openvla.oft import OpenVLAOFT
 from tests.policies.openvla.conftest import HEAD, VISION, whole_state
 
 
@@ -134,6 +135,19 @@ def test_configs_that_are_something_else(copy: Path) -> None:
         read(timm_model_ids=published, image_resize_strategy="resize-naiv")
     with pytest.raises(UserError, match="no entry 'text_config'"):
         read(timm_model_ids=published, text_config=None)
+    damages = {
+        "timm_model_ids": 5,
+        "n_action_bins": "many",
+        "text_config": "llama",
+        "norm_stats": [1],
+        "embodied_rl_vision": [{"width": 1}, {}],
+    }
+    for name, value in damages.items():
+        with pytest.raises(UserError, match=r"config.json' is damaged: .* Is it the config.json of an OpenVLA checkpoint\?"):
+            read(**{"timm_model_ids": published, name: value})
+    read(timm_model_ids=published, embodied_rl_oft={"chunks": 8})
+    with pytest.raises(UserError, match=r"entry 'embodied_rl_oft' is damaged: .*'chunks'"):
+        OpenVLAOFT.from_pretrained(copy)
     path.write_text("[]")
     with pytest.raises(UserError, match="must hold a JSON object"):
         OpenVLAConfig.read(copy)

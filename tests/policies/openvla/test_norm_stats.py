@@ -54,6 +54,8 @@ def test_what_is_missing_is_named() -> None:
         range_of(STATS, "fractal", bounds="extremes")
     with pytest.raises(UserError, match="sizes differ"):
         range_of({"a": {"action": {"q01": [0.0, 1.0], "q99": [1.0]}}}, None)
+    with pytest.raises(UserError, match=r"norm_stats\['a'\]\['action'\] is damaged: could not convert string to float"):
+        range_of({"a": {"action": {"q01": ["low"], "q99": [1.0]}}}, None)
 
 
 def test_the_only_data_set_needs_no_name() -> None:

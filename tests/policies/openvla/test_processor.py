@@ -62,9 +62,10 @@ def test_normalisation_comes_from_the_checkpoint(copy: Path) -> None:
     found = OpenVLAProcessor.from_pretrained(copy, config).normalisation
     assert found.mean == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
     assert found.std == (1, 1, 1, 2, 2, 2)
-    (copy / "preprocessor_config.json").write_text(json.dumps({"means": [[0.5]], "stds": [[0.5]]}))
-    with pytest.raises(UserError, match="two means and two stds"):
-        OpenVLAProcessor.from_pretrained(copy, config)
+    for wrong in ([[0.5]], 5, [[0.5, 0.5, "x"], [1, 1, 1]]):
+        (copy / "preprocessor_config.json").write_text(json.dumps({"means": wrong, "stds": wrong}))
+        with pytest.raises(UserError, match="two means and two stds"):
+            OpenVLAProcessor.from_pretrained(copy, config)
     (copy / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "PrismaticImageProcessor"}))
     assert OpenVLAProcessor.from_pretrained(copy, config).normalisation.mean[0] == 0.484375
 
