@@ -69,11 +69,18 @@ def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
 def _read_adapter(peft: ModuleType, model: nn.Module, folder: Path) -> nn.Module:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' has no adapter_config.json, so it is not a peft adapter.")
-    weight_files(folder, "adapter_model")
+    files = weight_files(folder, "adapter_model")
     try:
-        return peft.PeftModel.from_pretrained(model, str(folder), adapter_name=_ADAPTER, is_trainable=True, local_files_only=True)
+        found = peft.PeftModel.from_pretrained(model, str(folder), adapter_name=_ADAPTER, is_trainable=True, local_files_only=True)
+        stored = {name for file in files for name in load_file(file)}
     except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
         raise UserError(f"The adapter in '{folder}' does not fit this model: {first_line(error)}") from error
+    # peft only warns of them, and trains a new adapter in place of what is missing.
+    wanted = set(peft.get_peft_model_state_dict(found, adapter_name=_ADAPTER, save_embedding_layers=False))
+    if missing := sorted(wanted - stored) or sorted(name for name in stored - wanted if ".lora_" in name):
+        fault = "lacks" if missing[0] in wanted else "has too much:"
+        raise UserError(f"The adapter in '{folder}' does not fit this model: it {fault} {len(missing)} tensors, '{missing[0]}' first.")
+    return found
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:

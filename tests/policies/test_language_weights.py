@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
@@ -184,6 +185,14 @@ def test_adapters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not fit this model"):
         build(other, adapter=str(saved))
     weights = saved / "adapter_model.safetensors"
+    stored = load_file(weights)
+    first = min(stored)
+    save_file({name: tensor for name, tensor in stored.items() if name != first}, weights)
+    with pytest.raises(UserError, match=rf"it lacks 1 tensors, '{re.escape(first)}' first"):
+        build(folder, adapter=str(saved))
+    save_file(stored | {first.replace("layers.0", "layers.9"): stored[first].clone()}, weights)
+    with pytest.raises(UserError, match=r"it has too much: 1 tensors, '.*layers\.9"):
+        build(folder, adapter=str(saved))
     weights.rename(saved / "adapter_model.bin")
     with pytest.raises(UserError, match=r"'adapter_model\.bin', a pickle"):
         build(folder, adapter=str(saved))
