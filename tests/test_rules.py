@@ -141,6 +141,7 @@ EXAMPLES = (
     ("no_tensor_plan", f"{VLA} {TENSOR_SHARDS}", "and policy.name='tiny_vla' has none: set it to 1, and use num_shards"),
     ("tensor_shards_of_adapters", f"{TEXTS} {TENSOR_SHARDS} policy.lora_rank=2", "policy.lora_rank=2 adds LoRA to all of them"),
     ("nothing_recorded", f"{CARTPOLE} algorithm=iql {EXPERT} record.share=0.5", "record.share=0.5: algorithm=iql plays no episodes"),
+    ("values_of_stored", f"{VLA} policy.value=action algorithm=iql", "set policy.value=chunk"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),
     (
         "values_of_steps",

@@ -349,6 +349,12 @@ _ROBOTS = (
         "without one (grpo, gigpo, rloo, awac, …).",
     ),
     Rule(
+        "values_of_stored",
+        lambda run: run.values_steps and run.algorithm.off_policy is not None,
+        "policy.value=action gives a value for each step of a chunk, and algorithm={algorithm.name} learns the value of whole chunks: set "
+        "policy.value=chunk.",
+    ),
+    Rule(
         "values_of_steps",
         lambda run: run.gives_others and run.values_steps != (run.algorithm.advantage == "gae_action") and run.algorithm.cloning is None,
         "policy.value=action (a value for each step of a chunk) and algorithm.advantage=gae_action need each other: got "
