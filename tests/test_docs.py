@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from embodied_rl import config
 from embodied_rl.commands.train import help_text
 from embodied_rl.config import group_names
 from embodied_rl.config.compose import compose_config
-from embodied_rl.config.describing import described_keys
+from embodied_rl.config.describing import GROUPS, described_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +53,8 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_every_key_is_described_and_the_help_fits_a_terminal() -> None:
     keys = [key for group in described_keys().values() for key in group]
     assert len(keys) > 300
+    parts = {name for name, part in vars(config).items() if isinstance(part, type) and name.endswith("Config")}
+    assert parts == set(GROUPS.values()) - {"VLAOptions", "FlowOptions", "PI0Options"}
     assert [key.name for key in keys if not key.text] == []
     text = help_text(width=80)
     assert all(key.name in text for key in keys)

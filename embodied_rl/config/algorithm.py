@@ -222,7 +222,9 @@ class CorrectionConfig(Config, place="algorithm.correction"):
     level: Literal["token", "chunk", "sequence", "geometric"] = "token"
     """Unit of the ratio: the entry, the geometric mean of its chunk, the whole sequence, or the geometric mean of the sequence."""
     low: Coefficient = 0.0
+    """Smallest weight that stays as it is."""
     high: Positive = 2.0
+    """Largest weight that stays as it is."""
     batch_normalise: bool = False
     """Divide the weights by their mean over the batch (self-normalised importance sampling)."""
     reject: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
@@ -247,9 +249,11 @@ class KlConfig(Config, place="algorithm.kl"):
     coef: Coefficient = 0.0
     """Coefficient of the divergence; 0: none, and no reference is kept."""
     kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate from the log-ratio r of policy to reference: r, r² / 2, or exp(-r) - 1 + r, which is never negative (Schulman 2020)."""
     straight_through: bool = False
     """As a loss: combine the value of `kind` with the gradient of k2, which is that of the divergence (Tang and Munos 2025)."""
     place: Literal["loss", "reward"] = "loss"
+    """Add the divergence to the loss, or subtract it from the rewards."""
     target: Positive | None = None
     """Divergence that the coefficient adapts to (Ziegler et al. 2019); null: the coefficient is fixed."""
     horizon: Positive = 10_000
