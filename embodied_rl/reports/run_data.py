@@ -36,8 +36,9 @@ _SHAPE: dict[str, Any] = {
     "evaluations": [_OF_POLICY],
     "comparisons": [_COMPARED],
 }
-_FAULT: dict[str, Any] = {"step": _NUMBER, "recovery_s": _NUMBER, "slots": [{}]}
 """Figures in results.json, evaluation*.json and comparison*.json that the page reads; see `_shaped`."""
+_FAULT: dict[str, Any] = {"step": _NUMBER, "recovery_s": _NUMBER, "slots": [{}]}
+"""The same of a line in faults.jsonl."""
 
 
 @dataclass(frozen=True)
