@@ -13,6 +13,7 @@ TOOLS = [
     {"name": "files/env", "description": "A variable of the environment."},
     {"name": "sleep", "description": "Say nothing until there is a file."},
     {"name": "die", "description": "End."},
+    {"name": "deaf", "description": "Answer, and read nothing more."},
 ]
 
 
@@ -56,6 +57,9 @@ def main() -> None:
             write({"id": number, "result": {"tools": TOOLS[2:]} if second else {"tools": TOOLS[:2], "nextCursor": "2"}})
         elif method == "tools/call":
             assert ponged, "the ping was not answered"
+            if message["params"]["name"] == "deaf":
+                write({"id": number, "result": {"content": []}})
+                time.sleep(600)
             write({"id": number, "result": called(**message["params"])})
         elif number is not None and method is not None:
             write({"id": number, "error": {"code": -32601, "message": f"no method {method}"}})

@@ -221,7 +221,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServer]:
 
 def test_tools_of_a_server(server: McpServer) -> None:
     box = Toolbox(server.tools)
-    assert [tool.name for tool in server.tools] == ["add", "files_env", "sleep", "die"]
+    assert [tool.name for tool in server.tools] == ["add", "files_env", "sleep", "die", "deaf"]
     assert box.call("add", {"a": 2, "b": 3}).text == "5\n[image that is no text]"
     refused = box.call("add", {"a": "x"})
     assert (refused.failed, refused.text) == (True, "error: a and b must be numbers")
@@ -241,6 +241,14 @@ def test_a_server_that_is_slow_or_dies(server: McpServer, monkeypatch: pytest.Mo
     assert box.call("die", {}).text == "error: the tool server has ended"
     assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"
     assert box.take_metrics()["tools/add/failures"] == 1.0
+
+
+def test_a_server_that_reads_nothing_more(server: McpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Toolbox(server.tools)
+    assert not box.call("deaf", {}).failed
+    monkeypatch.setattr(server, "_timeout_s", 0.5)
+    assert "did not read a message within 0.5 s" in box.call("add", {"a": "x" * 1_000_000}).text
+    assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"
 
 
 def test_servers_that_are_none() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import select
 import subprocess
 import threading
 import time
@@ -47,6 +48,9 @@ class McpServer:
             )
         except OSError as error:
             raise UserError(f"MCP server '{self._command[0]}' cannot be started: {error.strerror or error}.") from error
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        os.set_blocking(self._stdin.fileno(), False)
         self._reader = threading.Thread(target=self._read, name="mcp", daemon=True)
         self._reader.start()
         try:
@@ -70,7 +74,7 @@ class McpServer:
                 return found
 
     def request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Result of a call. Raises ToolError: the server refuses, is gone, or does not answer in time."""
+        """Result of a call. Raises ToolError: the server refuses, is gone, or does not read or answer in time."""
         with self._lock:
             self._number += 1
             number = self._number
@@ -100,10 +104,9 @@ class McpServer:
 
     def close(self) -> None:
         """End the server: close its input, then terminate, then kill it. May be called twice."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdout = self._process.stdout
         with contextlib.suppress(OSError):
-            if stdin is not None:
-                stdin.close()
+            self._stdin.close()
         for further in (self._process.terminate, self._process.kill, None):
             try:
                 self._process.wait(_GRACE_S)
@@ -116,12 +119,15 @@ class McpServer:
             stdout.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        stdin = self._process.stdin
+        data, until, poll = memoryview(json.dumps(message).encode() + b"\n"), time.monotonic() + self._timeout_s, select.poll()
         try:
-            assert stdin is not None
-            stdin.write(json.dumps(message).encode() + b"\n")
-            stdin.flush()
-        except (OSError, ValueError):
+            poll.register(self._stdin, select.POLLOUT)
+            while data:
+                if not poll.poll(1000 * max(until - time.monotonic(), 0.0)):
+                    self._process.kill()  # it would take the next message for the rest of this one
+                    raise ToolError(f"the tool server did not read a message within {self._timeout_s:g} s, and was ended")
+                data = data[os.write(self._stdin.fileno(), data) :]
+        except (OSError, ValueError):  # its input is broken, or closed
             raise ToolError("the tool server has ended") from None
 
     def _read(self) -> None:
