@@ -42,7 +42,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store", "/
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/host.conf", "/etc/services", "/etc/protocols")
 _SHOWN = ("/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/version", "/etc/passwd", "/etc/group")
 """Files that are readable if the program shares our root; in namespaces the program gets its own."""
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
+_DEVICES = ("/dev/null", "/dev/full")
 _GRACE_S = 10.0
 
 
@@ -87,7 +87,7 @@ class Box:
     """Writable files and folders, in addition to its scratch folder."""
     memory_mb: int = 512
     address_mb: int = 0
-    """Address space of each process; 0: unlimited."""
+    """Address space of each process, which then has no memory beyond its mappings and named files; 0: unlimited."""
     processes: int = 64
     """Most processes and threads at a time."""
     open_files: int = 256
@@ -110,7 +110,9 @@ class Box:
         mine |= {"landlock_abi": landlock.version() if self.landlock_abi is None else self.landlock_abi, "readable": readable}
         places = {"temp": os.path.dirname(scratch), "scratch": scratch, "cwd": cwd if is_seen else scratch}
         about = {"parent": os.getpid(), "report": report, "words": list(words), "code_bytes": code_bytes}
-        return cast(Spec, {**mine, "shown": list(_SHOWN), "devices": list(_DEVICES), **places, **about})
+        # A shared mapping of it is memory that no process's figures show.
+        devices = [*_DEVICES, *([] if self.address_mb else ["/dev/zero"])]
+        return cast(Spec, {**mine, "shown": list(_SHOWN), "devices": devices, **places, **about})
 
 
 def interpreter_folders() -> list[str]:
@@ -177,7 +179,10 @@ class Sandboxed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self._folder.cleanup()
+        try:
+            self._folder.cleanup()
+        except RecursionError:  # folders in folders, a thousand deep
+            subprocess.run(["rm", "-rf", "--", self._folder.name], check=False)
         return self.process.returncode
 
 
@@ -369,10 +374,13 @@ ATTACKS = (
     Attack("bomb", "forks without end", _ALL),
     Attack("memory", "holds 800 MB in eight processes, with a limit of 512", _ALL),
     Attack("unmapped", "holds memory in files without a name", _ALL),
+    Attack("unseen", "holds memory that it no longer maps", _KERNEL),
+    Attack("sockets", "holds memory in the buffers of sockets", _ALL),
     Attack("processor", "uses more processor time than it has, in several processes", _ALL),
     Attack("time", "does not end", _ALL),
     Attack("disk", "fills the disk with files in its folder", _ALL),
     Attack("deleted", "fills the disk with deleted files that it holds open", _ALL),
+    Attack("deep", "hides files below a thousand folders", _ALL),
     Attack("outlive", "leaves a process behind, in its own session", _ALL),
     Attack("orphan", "goes on after our process was killed with SIGKILL", _ALL),
 )

@@ -24,11 +24,12 @@ ARCH = {"x86_64": X86_64, "aarch64": AARCH64}.get(os.uname().machine, 0)
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
-    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435, "pidfd_getfd": 438, "process_madvise": 440,
-    "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446, "memfd_secret": 447,
-    "process_mrelease": 448, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
+    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435, "openat2": 437, "pidfd_getfd": 438,
+    "process_madvise": 440, "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
+    "memfd_secret": 447, "process_mrelease": 448, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
 }  # fmt: skip
 _X86_64 = {
+    "open": 2, "mmap": 9, "fcntl": 72, "truncate": 76, "inotify_add_watch": 254, "openat": 257, "fanotify_mark": 301, "memfd_create": 319,
     "ioctl": 16, "shmget": 29, "socket": 41, "sendto": 44, "sendmsg": 46, "clone": 56, "kill": 62, "semget": 64, "msgget": 68, "chmod": 90,
     "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "ptrace": 101, "syslog": 103, "capset": 126, "rt_sigqueueinfo": 129,
     "utime": 132, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144, "pivot_root": 155, "chroot": 161, "acct": 163,
@@ -41,6 +42,7 @@ _X86_64 = {
     "finit_module": 313, "sched_setattr": 314, "seccomp": 317, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
 }  # fmt: skip
 _AARCH64 = {
+    "fcntl": 25, "inotify_add_watch": 27, "truncate": 45, "openat": 56, "mmap": 222, "fanotify_mark": 263, "memfd_create": 279,
     "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "ioctl": 29, "ioprio_set": 30,
     "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "quotactl": 60,
     "utimensat": 88, "acct": 89, "capset": 91, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "syslog": 116,

@@ -63,9 +63,9 @@ def main(spec: Spec) -> str:
     reason, status = supervisor.watch(tree, launched, spec)
     tree.kill()
     if os.getppid() != spec["parent"]:  # the parent would have deleted it
-        import shutil
+        import subprocess
 
-        shutil.rmtree(spec["scratch"], ignore_errors=True)
+        subprocess.run(["rm", "-rf", "--", spec["scratch"]], check=False)
     if inside and not reason:
         own = os.read(ready, 8)
         status = int.from_bytes(own, "little") if len(own) == 8 else NOT_STARTED << 8
@@ -189,7 +189,14 @@ def _filter(spec: Spec) -> list[seccomp.Instruction]:
         families = internet if only_ports else (*internet, seccomp.AF_NETLINK)
         if inside and abi >= 6:
             families = (seccomp.AF_UNIX, *families)
-    return seccomp.rules(families=families, streams_only=only_ports, our_view=not inside, signals=inside or abi >= 6)
+    return seccomp.rules(
+        families=families,
+        streams_only=only_ports,
+        our_view=not inside,
+        signals=inside or abi >= 6,
+        truncation=inside or abi >= 3,
+        uncounted=not spec["address_mb"],
+    )
 
 
 def _program(spec: Spec) -> str:

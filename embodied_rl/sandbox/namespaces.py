@@ -14,7 +14,7 @@ UID_NOBODY = 65534
 """User as which programs of root run."""
 
 _OLD = "/.old"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_RANDOM = ("/dev/random", "/dev/urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _ROOT_LIMIT = "size=4m,nr_inodes=8192,mode=755"
 _MAX_FILES = 16384
@@ -60,7 +60,7 @@ def build_root(spec: Spec, owner: int) -> None:
         os.chmod(folder, mode)
     if owner != os.geteuid():
         os.chown(scratch, owner, owner)
-    _make_devices(temp + "/.shm")
+    _make_devices(temp + "/.shm", spec["devices"])
     os.mkdir("/proc")
     try:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
@@ -79,11 +79,11 @@ def build_root(spec: Spec, owner: int) -> None:
     kernel.mount("none", "/", flags=closed)
 
 
-def _make_devices(shared_memory: str) -> None:
+def _make_devices(shared_memory: str, devices: list[str]) -> None:
     os.mkdir("/dev")
-    for name in _DEVICES:
-        _write(f"/dev/{name}", "", os.O_CREAT)
-        kernel.bind(f"{_OLD}/dev/{name}", f"/dev/{name}", writable=True, devices=True)
+    for path in (*devices, *_RANDOM):
+        _write(path, "", os.O_CREAT)
+        kernel.bind(_OLD + path, path, writable=True, devices=True)
     for name, target in _LINKS.items():
         os.symlink(target, f"/dev/{name}")
     os.mkdir("/dev/shm")

@@ -19,6 +19,10 @@ _FORGET_S = 1.0
 _PAGE = resource.getpagesize()
 _TICK = os.sysconf("SC_CLK_TCK")
 _MAX_FILES = 16384
+_MAX_DEPTH = 256
+"""Most folders in each other."""
+_SOCKET_BYTES = 224 * 1024
+"""Kernel memory that a full socket holds, at Linux's default buffers."""
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -120,15 +124,19 @@ def _beyond(everything: Tree, spec: Spec) -> str:
     threads = sum(int(fields[17]) for fields in tree.values())
     if threads > spec["processes"]:
         return f"it ran {threads} processes and threads at a time (limit: {spec['processes']})"
-    held = sum(int(fields[21]) for fields in tree.values()) * _PAGE
+    without_name, sockets = _open_files(tree)
+    held = sum(int(fields[21]) for fields in tree.values()) * _PAGE + sockets
     if held > spec["memory_mb"] * 2**20:
-        held = sum(_proportional(number, int(fields[21]) * _PAGE) for number, fields in tree.items())
+        held = sum(_proportional(number, int(fields[21]) * _PAGE) for number, fields in tree.items()) + sockets
         if held > spec["memory_mb"] * 2**20:
             return f"it held {held >> 20} MB of memory in {len(tree)} processes (limit: {spec['memory_mb']})"
     used = everything.used_s(tree)
     if spec["cpu_s"] and used > spec["cpu_s"]:
         return f"it used {used:.1f} s of processor time (limit: {spec['cpu_s']:g})"
-    written = _without_name(tree) + (0 if spec["level"] == "namespaces" else _size(spec["scratch"]))
+    in_scratch = 0 if spec["level"] == "namespaces" else _size(spec["scratch"])
+    if in_scratch is None:
+        return f"it made more than {_MAX_FILES} files, more than {_MAX_DEPTH} folders in each other, or folders that cannot be read"
+    written = without_name + in_scratch
     if written > spec["scratch_mb"] * 2**20:
         return f"it wrote {written >> 20} MB (limit: {spec['scratch_mb']})"
     return ""
@@ -167,33 +175,49 @@ def _proportional(number: int, resident: int) -> int:
     return resident
 
 
-def _without_name(tree: dict[int, list[bytes]]) -> int:
-    """Bytes of open files without a name: deleted ones, and those in memory only."""
+def _open_files(tree: dict[int, list[bytes]]) -> tuple[int, int]:
+    """(bytes of open files without a name: deleted ones, and those in memory only; bytes that the sockets may hold)."""
     found: dict[tuple[int, int], int] = {}
+    sockets: set[int] = set()
     for number in tree:
-        try:
-            for name in os.listdir(f"/proc/{number}/fd"):
+        for name in _names(f"/proc/{number}/fd"):
+            try:
                 about = os.stat(f"/proc/{number}/fd/{name}")
-                if stat.S_ISREG(about.st_mode) and not about.st_nlink:
-                    found[about.st_dev, about.st_ino] = about.st_blocks * 512
-        except OSError:
-            continue
-    return sum(found.values())
+            except OSError:  # closed since then
+                continue
+            if stat.S_ISREG(about.st_mode) and not about.st_nlink:
+                found[about.st_dev, about.st_ino] = about.st_blocks * 512
+            elif stat.S_ISSOCK(about.st_mode):
+                sockets.add(about.st_ino)
+    return sum(found.values()), len(sockets) * _SOCKET_BYTES
 
 
-def _size(folder: str) -> int:
-    """Bytes of the files below a folder; more than any limit if the folder has too many."""
-    total, number, folders = 0, 0, [folder]
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _size(folder: str) -> int | None:
+    """Bytes of the files below a folder; None: there are too many, they lie too deep, or some cannot be seen."""
+    total, number, folders = 0, 0, [(folder, 0)]
     while folders:
+        path, depth = folders.pop()
         try:
-            with os.scandir(folders.pop()) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     number += 1
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if number > _MAX_FILES or depth > _MAX_DEPTH:
+                        return None
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                    if number > _MAX_FILES:
-                        return 2**62
-        except OSError:
+                        folders.append((entry.path, depth + 1))
+                    try:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    except FileNotFoundError:  # deleted since then
+                        continue
+        except FileNotFoundError:
             continue
+        except OSError:  # a path beyond the longest that the kernel takes, or a mode that keeps us out
+            return None
     return total

@@ -39,6 +39,7 @@ REACHED = {
     "if libc.ptrace(16, VICTIM, 0, 0): raise OSError(ctypes.get_errno(), 'ptrace')",
     "namespace": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     "if libc.unshare(0x10020000): raise OSError(ctypes.get_errno(), 'unshare')",
+    "unseen": "import mmap; mmap.mmap(-1, 2**20)",  # shared: it lives as long as one page of it is mapped
 }
 """What is reached at once, or refused with an OSError."""
 USED = {
@@ -54,6 +55,10 @@ USED = {
     "disk": "import time\nfor number in range(40): open(str(number), 'wb').write(bytes(2**20))\ntime.sleep(2)",
     "deleted": "import os, time\nfiles = []\nfor number in range(40):\n    files.append(open('x', 'wb', 0)); os.unlink('x')\n"
     "    files[-1].write(bytes(2**20))\ntime.sleep(2)",
+    "sockets": "import os, socket, time\nfor _ in range(30):\n    if not os.fork():\n"
+    "        held = [socket.socketpair() for _ in range(110)]; time.sleep(100)\ntime.sleep(30)",
+    "deep": "import os, time\nfor _ in range(1100): os.mkdir('a folder'); os.chdir('a folder')\n"
+    "for number in range(40): open(str(number), 'wb').write(bytes(2**20))\ntime.sleep(2)",
 }
 """What takes more than there is: the program is stopped, or an error of the kernel's ends it."""
 

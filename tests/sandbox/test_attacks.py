@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,13 +66,17 @@ def test_what_a_program_reaches(attack: Attack, level: Level, victim: Victim) ->
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", USED)
-def test_what_a_program_uses(name: str, level: Level) -> None:
+def test_what_a_program_uses(name: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need(level)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = run_boxed(f"{USED[name]}\n{DONE}", box_of(name, level))
     assert "done" not in ended.output, ended
     assert ended.timed_out == (name == "time"), ended
-    if name in ("processor", "memory", "unmapped"):
-        assert {"processor": "processor time", "memory": "of memory", "unmapped": "it wrote"}[name] in ended.stopped, ended
+    assert not list(tmp_path.glob("sandbox-*")), "its folder is gone"
+    said = {"processor": "processor time", "memory": "of memory", "sockets": "of memory"}
+    said["unmapped"] = "Function not implemented" if level != "prlimit" else "it wrote"
+    if name in said:
+        assert said[name] in ended.stopped + ended.output, ended
     elif name != "time":
         assert ended.stopped or "Error" in ended.output, ended
 
@@ -142,8 +147,8 @@ def test_nothing_outlives_us(level: Level, tmp_path: Path) -> None:
     assert not outlives_us(level, tmp_path)
 
 
-def test_an_older_landlock_keeps_signals_inside_all_the_same(victim: Victim) -> None:
-    """Through the filter of system calls, before version 6."""
+def test_what_landlock_does_not_check_is_refused_all_the_same(victim: Victim) -> None:
+    """Through the filter of system calls: signals before version 6, emptying a file before version 3, the rest in every version."""
     need("landlock")
 
     def run(code: str) -> ProgramEnd:
@@ -152,6 +157,18 @@ def test_an_older_landlock_keeps_signals_inside_all_the_same(victim: Victim) -> 
     assert "PermissionError" in run(REACHED["signal"]).output
     assert "PermissionError" in run(REACHED["home"]).output
     assert "PermissionError" in run(REACHED["connect"]).output
+    letter = victim.folder / "other" / "letter"
+    letter.chmod(0o666)
+    for code in (
+        "import os; os.truncate(OTHERS, 0)",
+        "import os; os.open(OTHERS, os.O_TRUNC | 3)",  # 3: opened for neither reading nor writing
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, VICTIM)",  # SIGKILL follows, with F_SETSIG
+        "import os; os.setpriority(os.PRIO_USER, 0, 0)",
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.inotify_add_watch(libc.inotify_init(), HOME.encode(), 0xfff) < 0: raise OSError(ctypes.get_errno(), 'inotify')",
+    ):
+        assert "PermissionError: [Errno 1]" in run(code).output, code
+    assert letter.read_text() == "secret"
     assert run("open('own', 'w').write('x'); print(open('own').read())").output == "x\n"
 
 
