@@ -153,7 +153,7 @@ def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: Str
 class StreamWorker(Protocol):
     """Plays streams in another process; each call names a domain."""
 
-    def texts(self, domain: str) -> list[str]: ...
+    def texts_in(self, domain: str) -> list[str]: ...
 
     def demonstrate(self, domain: str) -> list[AgentEpisode]: ...
 
@@ -167,9 +167,9 @@ class StreamElsewhere(SimulatorsElsewhere):
         super().__init__(spec)
         self.domain, self._worker = domain, worker
 
-    def texts(self) -> list[str]:
-        """Texts of the first observations."""
-        return self._worker.texts(self.domain)
+    def texts(self, num_slots: int | None = None) -> list[str]:
+        """Texts of the first observations of all slots of the run."""
+        return self._worker.texts_in(self.domain)
 
     def demonstrate(self) -> list[AgentEpisode]:
         """Successful episodes of a warm start's scripted player."""

@@ -120,8 +120,9 @@ class RemoteWorker(Simulators):
         """Process ids of the worker's simulators."""
         return self._worker_pids
 
-    def texts(self, domain: str = "") -> list[str]:
-        return [str(text) for text in self.insist("texts", domain=domain)]
+    def texts_in(self, domain: str) -> list[str]:
+        slots = self.config.for_domain(domain).sim.num_slots
+        return [str(text) for text in self.insist("texts", domain=domain, num_slots=slots)]
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
         return list(self.insist("demonstrate", domain=domain))

@@ -298,9 +298,10 @@ class RolloutWorker:
             "specs": [stream.spec.to_dict() for stream in self.streams],
         }
 
-    def texts(self, domain: str = "") -> list[str]:
-        """First observations of a domain, which a tiny model's tokenizer must know; call before any episode."""
-        return self._stream(domain).manager.texts()
+    def texts(self, domain: str, num_slots: int) -> list[str]:
+        """First observations of all slots of a domain, which a tiny model's tokenizer must know; call before any episode. Other workers
+        may have some of the slots."""
+        return self._stream(domain).manager.texts(num_slots)
 
     def take_models(self, models: Mapping[str, player.ModelFiles]) -> None:
         """Build what acts, once; weights come with `load`.

@@ -503,8 +503,8 @@ class ProgramManager(Simulators):
         self.spec = program.program_spec(config)
         self.num_slots = num_slots or config.num_slots
 
-    def texts(self) -> list[str]:
-        """Texts that a tiny model's tokenizer must know."""
+    def texts(self, num_slots: int | None = None) -> list[str]:
+        """Texts of all tasks that a tiny model's tokenizer must know."""
         # Each text with and without a leading space: the tokenizer treats these as different words.
         return [*self.options.texts, *(space + text for text in self.tasks.texts for space in ("", " "))]
 

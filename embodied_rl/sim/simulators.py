@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Simulators:
     num_slots: int
     num_workers: int = 1
     """Number of processes."""
+    seeds: EpisodeSeeds = EpisodeSeeds.training(0)
+    """Seeds of `reset`."""
     chunk_size: int = 1
     """K: the most steps in one message."""
     autoreset: bool = True
@@ -91,11 +94,14 @@ class Simulators:
         """Successful `AgentEpisode`s of a warm start's scripted player, if `plays_itself`."""
         raise NotImplementedError(f"{type(self).__name__} is stepped by methods.warm_start.play_script")
 
-    def texts(self) -> list[str]:
-        """Texts of the first observations; episodes in progress are lost."""
-        shown = [str(text) for text in self.reset().observation["text"]]
+    def texts(self, num_slots: int | None = None) -> list[str]:
+        """Texts of the first observations of so many slots, numbered on from these where there are more; None: of these. Episodes in
+        progress are lost."""
+        whole, shown = num_slots or self.num_slots, list[str]()
+        while len(shown) < whole:
+            shown += map(str, self.reset(replace(self.seeds, before=len(shown))).observation["text"])
         self.discard()
-        return shown
+        return shown[:whole]
 
     @property
     def fault_records(self) -> list[FaultRecord]:

@@ -133,10 +133,10 @@ def batches(tmp_path: Path, *overrides: str, num_batches: int = 3) -> list[list[
     ],
 )
 def test_two_players_play_what_one_plays(tmp_path: Path, task: list[str]) -> None:
-    """Each of the two has as many slots as the one: a tiny model's words are those that the first player's slots show."""
+    """A tiny model knows the words that the slots of both show."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    one, two = batches(tmp_path / "one", *task, "sim.num_slots=4"), batches(tmp_path / "two", *task, *TWO, "sim.num_slots=8")
+    one, two = (batches(tmp_path / name, *task, "sim.num_slots=8", *words) for name, words in (("one", ()), ("two", TWO)))
     for mine, theirs in zip(one, two, strict=True):
         assert [group.number for group in mine] == [group.number for group in theirs]
         for first, second in zip(mine, theirs, strict=True):

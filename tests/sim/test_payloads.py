@@ -94,6 +94,10 @@ def test_a_conversation_crosses_the_processes() -> None:
         assert alone.final_observation["lengths"].tolist() == [[5, 6, 1, 1]]
         assert alone.observation["text"][0].startswith("seed ")
         assert alone.observation["lengths"].tolist() == [[]]
+        shown = manager.texts(7)
+        assert (manager.texts(), len(set(shown))) == (shown[:3], 7), "other processes have the further slots"
+    with EnvManager(SimFactory(TALKING, kwargs={"words": 2}), 7) as manager:
+        assert manager.texts() == shown
 
 
 def test_a_conversation_survives_a_killed_worker_and_an_offload() -> None:
