@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import io
 import math
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ _GAP = 4
 _SQUARE = 0.5
 """Least width to height of a tile that still counts as a square: small pictures have tall bands."""
 _SHORTEST_S, _SLOWEST_FPS = 2.0, 5
+_MOST_LETTERS = 4_096
+"""Letters of a line that are measured: no picture has room for more."""
+LONGEST_SIDE = 16_384
+"""Longest side of an H.264 video in pixels that libx264 encodes."""
 
 
 def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
@@ -77,8 +82,7 @@ def overlay(
     for lines, text_y in ((above, look.pad), (below, first + height + look.pad)):
         for index, text in enumerate(lines):
             room = width - 2 * look.pad - (badge_width if lines is above and index == 0 else 0)
-            font = font_for(text, look.font)
-            draw.text((look.pad, text_y + index * look.line), cut_text(draw, text, font, room), font=font, fill=_TEXT)
+            write_line(draw, (look.pad, text_y + index * look.line), text, look.font, room)
     if badge:
         draw.rectangle((width - badge_width, 0, width, look.pad + look.line - 1), fill=badge_colour)
         draw.text((width - badge_width + 2 * look.pad, look.pad), badge, font=look.font, fill=_TEXT)
@@ -156,11 +160,17 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
         fps: pictures per second.
         hold_s: seconds that the last picture stays in addition, to the nearest picture.
 
-    Raises UserError: the file cannot be written.
+    Raises UserError: the file cannot be written, or a side is too short or too long for H.264.
     """
     import av
 
     height, width = (side // 2 * 2 for side in frames[0].shape[:2])
+    if not 0 < min(height, width) <= max(height, width) <= LONGEST_SIDE:
+        sides = " × ".join(f"{side:,}" for side in frames[0].shape[1::-1])
+        raise UserError(
+            f"Pictures of {sides} pixels cannot be an mp4, whose sides have 2 to {LONGEST_SIDE:,} pixels. Choose another size=, fewer "
+            "episodes or cameras, or format=gif."
+        )
 
     def write(temporary: Path) -> None:
         with av.open(str(temporary), "w", format="mp4", options={"movflags": "faststart"}) as container:
@@ -294,10 +304,12 @@ def _wider_font(size: int) -> FreeTypeFont:
     return ImageFont.truetype(str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
 
 
-def cut_text(draw: ImageDraw, text: str, font: FreeTypeFont, room: float) -> str:
-    """`text`, cut with an ellipsis if it takes more than `room` pixels."""
-    if draw.textlength(text, font=font) <= room:
-        return text
-    while text and draw.textlength(f"{text}…", font=font) > room:
-        text = text[:-1]
-    return f"{text}…"
+def write_line(draw: ImageDraw, place: tuple[int, int], text: str, font: FreeTypeFont, room: float) -> None:
+    """Draw `text` as one line in white, cut with an ellipsis if it takes more than `room` pixels."""
+    # A line break or a tab would be drawn as a second line or as a box.
+    text = "".join(letter if letter.isprintable() else " " for letter in text[:_MOST_LETTERS])
+    font = font_for(text, font)
+    if draw.textlength(text, font=font) > room:
+        kept = bisect.bisect_right(range(1, len(text)), room, key=lambda length: draw.textlength(f"{text[:length]}…", font=font))
+        text = f"{text[:kept]}…"
+    draw.text(place, text, font=font, fill=_TEXT)

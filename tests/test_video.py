@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from embodied_rl.episodes.layout import picture_column
 from embodied_rl.errors import UserError
 from embodied_rl.video import (
     GREEN,
     GREY,
+    LONGEST_SIDE,
     add_border,
     border_width,
     fit_square,
@@ -118,6 +121,10 @@ def test_long_text_is_cut_and_never_runs_into_the_badge() -> None:
     assert rows.min() > 0
     assert columns.min() > badge[0]
     assert columns.max() < 255
+    # An answer of any length costs a few measurements, and no letter begins a second line.
+    started = time.process_time()
+    np.testing.assert_array_equal(overlay(frame, "WIDE" * 250_000, "WI\nDE\t" * 50), overlay(frame, "WIDE" * 50, "WI DE " * 50))
+    assert time.process_time() - started < 1
 
 
 def test_other_text_gives_another_picture() -> None:
@@ -246,6 +253,15 @@ def test_one_picture_is_a_video_and_a_bad_place_is_one_line(tmp_path: Path, writ
     with pytest.raises(UserError, match=r"Cannot write '.*two\.") as caught:
         write(tmp_path / "file" / f"two.{suffix}", moving_square(2), 5)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 3), (16, LONGEST_SIDE + 2, 3)])
+def test_sides_that_h264_does_not_take_are_refused_in_one_line(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    with pytest.raises(UserError, match=rf"Pictures of {shape[1]:,} × {shape[0]} pixels cannot be an mp4"):
+        write_mp4(tmp_path / "film.mp4", [np.zeros(shape, np.uint8)], 5)
+    write_gif(tmp_path / "film.gif", [np.zeros(shape, np.uint8)], 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["film.gif"]
+    assert picture_column("images.front", np.dtype(np.uint8), shape) is None  # recorded as an array
 
 
 def decoded_gif_of_one(path: Path) -> list[np.ndarray]:

@@ -33,6 +33,7 @@ from embodied_rl.errors import brief
 from embodied_rl.files import cannot_write
 from embodied_rl.reading import parse_npy
 from embodied_rl.types import SimSpec, VariableSpec
+from embodied_rl.video import LONGEST_SIDE
 
 Encoding = Literal["array", "text", "json", "arrays", "png", "mp4", "mp4_lossless"]
 """array: rows of one shape, in one .npy file. text, json: UTF-8 of varying size; arrays: an .npy file per row; png: a PNG file per row;
@@ -45,7 +46,7 @@ FINITE_COLUMNS = ("action", "reward", "sampled_action", "log_prob", "value")
 """Columns that may contain neither NaN nor infinity. The same holds for observations, but not for the simulator's state."""
 SNAPSHOTS = "snapshots"
 _SMALLEST_VIDEO = 16
-"""Smallest side of a video in pixels; smaller pictures are stored as arrays."""
+"""Smallest side of a video in pixels; smaller pictures, and those that no video takes, are stored as arrays."""
 _NUMERIC_KINDS = "biufc"
 
 
@@ -185,7 +186,7 @@ def _fixed(name: str, dtype: np.dtype, shape: tuple[int, ...], per: Literal["ste
     if dtype == np.uint8 and len(shape) == 3 and shape[2] == 3:
         if video == "png" and min(shape) > 0:
             encoding = "png"
-        elif video == "mp4" and min(shape[:2]) >= _SMALLEST_VIDEO:
+        elif video == "mp4" and _SMALLEST_VIDEO <= min(shape[:2]) <= max(shape[:2]) <= LONGEST_SIDE:
             # Pictures that a policy saw must be restored bit by bit; pictures for people may be smaller.
             encoding = "mp4" if name.startswith("images.") else "mp4_lossless"
     return Column(name, encoding, per, dtype.str, tuple(int(size) for size in shape))

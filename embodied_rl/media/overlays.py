@@ -17,11 +17,11 @@ from embodied_rl.errors import UserError, require_known
 from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, add_border, cut_text, font_for, overlay, tile
+from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, add_border, font_for, overlay, tile, write_line
 
 NAMES = ("task", "instruction", "step", "reward", "value", "actions", "answer", "success")
 DEFAULT = ("task", "instruction", "step", "answer", "success")
-_AXIS, _BAR, _OFF, _LETTERS = (140, 140, 140), (88, 166, 255), (80, 80, 80), (255, 255, 255)
+_AXIS, _BAR, _OFF = (140, 140, 140), (88, 166, 255), (80, 80, 80)
 _INSTRUCTION_LINES = 2
 _NARROWEST = 2
 """Width in pixels of the narrowest bar."""
@@ -131,8 +131,7 @@ def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> 
     draw = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
     for index, camera in enumerate(cameras):
-        text = cut_text(draw, camera, look.font, width - 2 * look.pad)
-        draw.text((index * width + look.pad, look.pad), text, font=look.font, fill=_LETTERS)
+        write_line(draw, (index * width + look.pad, look.pad), camera, look.font, width - 2 * look.pad)
     return np.asarray(image).copy()
 
 
@@ -266,8 +265,7 @@ def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) 
     height = look.line + 2 * look.pad
     image = Image.new("RGB", (width, height + height % 2), colour)
     draw = ImageDraw.Draw(image)
-    font = font_for(text, look.font)
-    draw.text((look.pad, look.pad), cut_text(draw, text, font, width - 2 * look.pad), font=font, fill=(255, 255, 255))
+    write_line(draw, (look.pad, look.pad), text, look.font, width - 2 * look.pad)
     return np.asarray(image).copy()
 
 

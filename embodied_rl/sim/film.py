@@ -130,12 +130,14 @@ def text_panel(text: str, size: int) -> np.ndarray:
     scale = size / 256
     largest, smallest = max(6, round(_LARGEST * scale)), max(6, round(_SMALLEST * scale))
     lines: list[str] = []
+    most = 2 * int(width * room / (_LETTER_WIDTH * _LINE_HEIGHT * smallest**2))  # letters, of which no more are wrapped than can be seen
+    is_long, text = len(text) > most, text[-most:]
     for height in range(largest, smallest - 1, -1):
         columns, rows = max(8, int(width / (_LETTER_WIDTH * height))), max(1, int(room / (_LINE_HEIGHT * height)))
         lines = _wrapped(text, columns)
         if len(lines) <= rows:
             break
-    cut = len(lines) > rows
+    cut = is_long or len(lines) > rows
     shown = lines[-(rows - 1) :] if cut and rows > 1 else lines[-rows:]
     image = Image.new("RGB", (size, size), PAPER)
     draw, font = ImageDraw.Draw(image), _font(height)
