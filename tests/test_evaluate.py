@@ -398,13 +398,15 @@ def test_lists_and_patterns_of_checkpoints(tmp_path: Path, monkeypatch: pytest.M
         (["against=nowhere"], "Checkpoint 'nowhere' does not exist"),
         (["against=REACH"], "was made for another simulator"),
         (["policy=random", "against=random"], "are the same; give two that differ"),
+        (["checkpoint=RUN,REACH", "policy=random"], "plays the same actions for each of 2 checkpoints: give one, or against=random"),
     ],
 )
 def test_a_comparison_that_makes_no_sense_is_one_line(
     cartpole: Path, reach: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.replace("RUN", str(cartpole)).replace("REACH", str(reach)) for word in arguments]
-    assert message in one_line_error(main, [f"checkpoint={cartpole}", "num_episodes=1", *words], capsys)
+    checkpoint = [] if arguments[0].startswith("checkpoint=") else [f"checkpoint={cartpole}"]
+    assert message in one_line_error(main, [*checkpoint, "num_episodes=1", *words], capsys)
 
 
 def test_success_of_two_policies_is_tested_by_pairs(reach: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -383,6 +383,8 @@ def _players(checkpoint: str, policy: str, against: str | None, load: Callable[.
     """Players, with the one to compare against last."""
     loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]
+    if policy == "random" and len(players) > 1:
+        raise UserError(f"policy=random plays the same actions for each of {len(players)} checkpoints: give one, or against=random.")
     if against is None:
         return players
     other = (players[0][0], "random") if against == "random" else (load(against, against=True), "checkpoint")
