@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from embodied_rl.episodes.formats.base import (
     side_info,
 )
 from embodied_rl.episodes.formats.lerobot_layout import Feature
+from embodied_rl.episodes.layout import picture_column
 from embodied_rl.episodes.pictures import DEFAULT_FPS, VideoWriter, encode_png
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, FieldNote, RecordedEpisode, Recording, RecordingError
 from embodied_rl.types import SimSpec, VariableSpec
@@ -83,7 +85,8 @@ def to_lists(stats: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 Video = Literal["mp4", "png"]
-_MIN_VIDEO_SIDE = 16
+_LARGEST_VECTOR = 1_024
+"""Numbers in a row from which it is taken for a picture of another kind (grey, depth)."""
 _EPISODES_PER_WRITE = 100
 _LAST_LOST = "the one after the last step is lost: LeRobot has a row for each step"
 
@@ -140,7 +143,8 @@ class _Writer:
         self._data = _DataFiles(folder, self._arrow, self._parquet, self._schema())
         self._videos = {f.name: _VideoFiles(folder, f, self._fps) for f in self._features if f.storage == "video"}
         self._tasks: dict[str, int] = {}
-        self._picture_stats: dict[str, list[Stats]] = {f.name: [] for f in self._features if f.is_picture}
+        self._pooled: dict[str, list[Stats]] = {f.name: [] for f in self._features if f.is_picture or math.prod(f.shape) > _LARGEST_VECTOR}
+        """Statistics of each episode for the columns whose rows of all episodes may not fit in memory."""
         self._num_frames = 0
 
     def _rate(self, spec: SimSpec) -> int:
@@ -198,7 +202,6 @@ class _Writer:
                 raise _UnevenError(feature.field)
             if feature.is_picture:
                 stats[feature.name] = picture_stats(part)
-                self._picture_stats[feature.name].append(stats[feature.name])
             if feature.storage == "video":
                 row |= self._videos[feature.name].add(part)
             else:
@@ -206,6 +209,8 @@ class _Writer:
         row |= self._data.add(self._table(columns), length)
         row |= {"dataset_from_index": self._num_frames, "dataset_to_index": self._num_frames + length}
         stats |= {name: vector_stats(part) for name, part in columns.items() if part.dtype != object and name not in stats}
+        for name, episodes in self._pooled.items():
+            episodes.append(stats[name])
         row |= {f"stats/{name}/{key}": value for name, each in stats.items() for key, value in to_lists(each).items()}
         self._num_frames += length
         return row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
@@ -274,8 +279,8 @@ class _Writer:
         (folder / layout.INFO).write_text(json.dumps(info, indent=4), encoding="utf-8")
         tasks = pa.table({"task_index": pa.array(self._tasks.values(), pa.int64()), "__index_level_0__": pa.array(self._tasks)})
         self._parquet.write_table(tasks.replace_schema_metadata(_pandas_index("__index_level_0__")), folder / layout.TASKS)
-        stats = {name: pooled(each) for name, each in self._picture_stats.items()}
-        stats |= {name: vector_stats(self._data.column(name)) for name in self._data.numeric()}
+        stats = {name: pooled(each) for name, each in self._pooled.items()}
+        stats |= {name: vector_stats(self._data.column(name)) for name in self._data.numeric() if name not in stats}
         (folder / layout.STATS).write_text(json.dumps({name: to_lists(each) for name, each in stats.items()}, indent=4), encoding="utf-8")
         kept = {
             key: part
@@ -352,7 +357,7 @@ def _feature(field: str, part: np.ndarray, spec: SimSpec, video: Video, taken: s
     shape = tuple(part.shape[1:])
     if part.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3:
         name = layout.feature_name(field, True, taken)
-        if video == "png" or min(shape[:2]) < _MIN_VIDEO_SIDE:
+        if video == "png" or picture_column(field, part.dtype, shape) is None:
             notes.add(field, "changed", f"'{name}', PNG; {_LAST_LOST}")
             return Feature(field, name, "image", "uint8", shape)
         notes.add(field, "changed", f"'{name}', as H.264, which is not exact (video=png is); {_LAST_LOST}")
@@ -386,7 +391,8 @@ class _Files(Generic[Writer]):
 
     def _open(self, pattern: str, make: Callable[[Path], Writer], **named: str) -> Writer:
         """Writer for the next episode; `pattern`: path pattern with the numbers and `named`."""
-        if self._writer is not None and self._paths[-1].stat().st_size >= self._megabytes * 2**20:
+        # A video appears with the encoder's first picture, which may come out after an episode of one step.
+        if self._writer is not None and self._paths[-1].exists() and self._paths[-1].stat().st_size >= self._megabytes * 2**20:
             self.close()
             self._place = _next(*self._place)
         if self._writer is None:

@@ -19,7 +19,7 @@ from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.formats.lerobot import LeRobotRecording
-from embodied_rl.episodes.formats.lerobot_writer import picture_stats, pooled, vector_stats
+from embodied_rl.episodes.formats.lerobot_writer import _DataFiles, picture_stats, pooled, vector_stats
 from embodied_rl.episodes.pictures import VideoWriter
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
@@ -122,6 +122,25 @@ def test_statistics_are_those_of_all_steps(written: Path, episodes: list[Recorde
     np.testing.assert_allclose(front["std"], np.full((3, 1, 1), np.sqrt(7891.5556) / 255), rtol=1e-6)
     rows = pq.read_table(written / "mp4" / "meta" / "episodes" / "chunk-000" / "file-000.parquet").to_pylist()
     np.testing.assert_allclose(rows[1]["stats/action/min"], episodes[1].action.min(0))
+
+
+def test_a_first_episode_of_one_step_begins_a_video_and_grey_pictures_are_not_held_together(tmp_path: Path, monkeypatch: Any) -> None:
+    spec = SimSpec(
+        "Look-v1", {"grey": TensorSpec((33, 48, 1), "uint8"), "rgb": TensorSpec((17, 33, 3), "uint8")}, SPEC.action, control_hz=20
+    )
+    shown = [make_episode(spec, seed, steps, ends="truncated") for seed, steps in ((0, 1), (1, 1), (2, 4))]
+    read: list[str] = []
+    monkeypatch.setattr(_DataFiles, "column", lambda self, name, column=_DataFiles.column: read.append(name) or column(self, name))
+    with record(tmp_path / "native", info_of(spec), shown) as source:
+        write_foreign(source, tmp_path / "there", "lerobot")
+    grey = np.concatenate([episode.observation["grey"][:-1] for episode in shown])
+    stats = json.loads((tmp_path / "there" / "meta" / "stats.json").read_text())["observation.grey"]
+    np.testing.assert_allclose([stats["mean"], stats["std"], stats["max"]], [[grey.mean()], [grey.std()], [grey.max()]])
+    assert "action" in read
+    assert "observation.grey" not in read
+    with open_recording(tmp_path / "there") as recording:
+        assert validate(recording) == []
+        assert recording.lengths.tolist() == [1, 1, 4]
 
 
 def test_statistics_by_hand() -> None:
