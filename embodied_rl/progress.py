@@ -24,7 +24,7 @@ LINE_INTERVAL_S, FIRST_LINE_S = 10.0, 1.0
 """Seconds between lines, and to the first line of a command that has printed nothing yet."""
 _BESIDE_TITLE = 60
 """Columns of a bar and the text after it; a title that leaves less space gets its own lines."""
-_began = time.time()
+_began = time.monotonic()
 """Time at which the user's command began, unless `run_clock` sets another."""
 
 
@@ -47,7 +47,7 @@ class _Phase:
 
     def line(self) -> str:
         parts = [self.title if self.total is None else f"{self.title} {self.done:,}/{self.total:,}", self.note]
-        parts.append(f"elapsed {clock_text(time.time() - _began)}")
+        parts.append(f"elapsed {clock_text(time.monotonic() - _began)}")
         if (left := self.left_s()) is not None:
             parts.append(f"left {clock_text(left)}")
         return " · ".join(filter(None, parts))
@@ -117,7 +117,7 @@ class _Display:
             left = phase.left_s()
             count = "" if phase.total is None else f"{phase.done:,}/{phase.total:,}"
             shown = "" if left is None else f"[green]{clock_text(left)} left[/green]"
-            figures: list[ProgressBar | Text | str] = [bar, count, f"{clock_text(time.time() - _began)} elapsed", shown, phase.note]
+            figures: list[ProgressBar | Text | str] = [bar, count, f"{clock_text(time.monotonic() - _began)} elapsed", shown, phase.note]
             if len(phase.title) + _BESIDE_TITLE > width:
                 titles += [Text(line) for line in wrapped_lines(phase.title, width)]
             else:
@@ -182,7 +182,7 @@ def spoke() -> None:
 
 @contextmanager
 def run_clock(started: float) -> Iterator[None]:
-    """Context of a training run: displayed times count from `started`, a ``time.time()``, and lines go to stdout with the run's figures.
+    """Context of a training run: displayed times count from `started`, a ``time.monotonic()``, and lines go to stdout with the run's figures.
     Inside another run clock, such as a study of many runs, the outer one stays."""
     global _began
     if _display.to_stdout:

@@ -64,7 +64,7 @@ class Trainer:
         Args:
             command: how the run was started, for the model card.
             checkpoint: checkpoint to continue from; its simulator and policy must fit.
-            started: time.time() when the user started the run; None: now.
+            started: time.monotonic() when the user started the run; None: now.
             loggers: further loggers, beside the configured ones; an exception in one ends the run.
 
         Raises:
@@ -74,7 +74,7 @@ class Trainer:
         config = resolve(config)
         self.config, self.run_dir, self.command = config, run_dir, command
         self._tasks = {name: config.for_domain(name) for name in domains_of(config)}
-        self._started = time.time() if started is None else started
+        self._started = time.monotonic() if started is None else started
         self.iteration = self.steps = 0
         self.best = self._score = -np.inf
         """`_score`: result of the evaluation since the last checkpoint; -inf: none."""
@@ -459,7 +459,7 @@ class Trainer:
 
     def wall_clock_s(self) -> float:
         """Seconds since the user started the run, without the time between an end and its resume."""
-        return time.time() - self._started
+        return time.monotonic() - self._started
 
     def close(self) -> None:
         """Close everything that was started, even if a part fails to close; then raise that failure."""

@@ -530,11 +530,14 @@ class OverAtEvaluation(Trainer):
         return self.over
 
 
-def test_an_evaluation_without_time_leaves_the_running_episodes(tmp_path: Path) -> None:
-    """They are saved as they were, not the held-out ones that it began."""
+def test_an_evaluation_without_time_leaves_the_running_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are saved as they were, not the held-out ones that it began. A clock that is set meanwhile is no time that has passed."""
     words = [*PENDULUM, "evaluation.every_steps=256", "checkpoint.within_episodes=true", "max_minutes=60", f"run_dir={tmp_path}"]
     with OverAtEvaluation(load_train_config(words), tmp_path, command="test") as trainer:
+        a_day_later = time.time() + 86_400.0
+        monkeypatch.setattr(time, "time", lambda: a_day_later)
         trainer.run()
+        assert trainer.wall_clock_s() < 3_600.0
     assert (trainer.over, trainer.iteration) == (True, 1)
     learner = load_checkpoint(tmp_path).learner
     saved = [Snapshot.from_bytes(part.numpy().tobytes()) for name, part in learner.items() if name.startswith("episode.")]

@@ -204,7 +204,7 @@ def train(
             print("\n".join([*(line for text in texts for line in screen_lines(text)), where]), flush=True)
             spoke()
         if checkpoint is None:
-            require_time(config, time.time() - began, "before anything was started")
+            require_time(config, time.monotonic() - began, "before anything was started")
         with loading("PyTorch", shown=shows_progress(config)):
             from embodied_rl.roles.wire import RoleLost
         for num_restarts in itertools.count():
@@ -227,8 +227,6 @@ def _run(
     loggers: Sequence[Logger],
     tells: bool,
 ) -> None:
-    import psutil
-
     from embodied_rl.checkpoint import resume_command
     from embodied_rl.reporting import remember_start, shows_progress
 
@@ -255,8 +253,8 @@ def _run(
             go_on = f"python -m embodied_rl.evaluate {shlex.quote(f'checkpoint={run_dir}')}"
             announce(f"max_minutes={config.max_minutes:g} left no time for the final evaluation. Evaluate with: {go_on}")
             return
-        if checkpoint is None and started == psutil.Process().create_time() and trainer.episode_s is not None:
-            remember_start(config, trainer.start_s, trainer.episode_s)  # of a whole command, which imported everything itself
+        if checkpoint is None and _is_whole_command() and trainer.episode_s is not None:
+            remember_start(config, trainer.start_s, trainer.episode_s)
         trainer.require_folder()
         from embodied_rl.commands.render import render_videos
         from embodied_rl.reports.page import finish_run
@@ -288,16 +286,21 @@ def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[
     return TrainConfig.from_dict(merged)
 
 
-_started_before = False
+_num_starts = 0
+
+
+def _is_whole_command() -> bool:
+    """Whether the present run is the command's first, which imported everything itself."""
+    return _num_starts == 1 and sys.argv[0].endswith("train.py")
 
 
 def _process_start() -> float:
-    """Start time of the user's command, from which wall-clock figures count.
+    """Time (``time.monotonic()``) of the user's command, from which wall-clock figures count.
 
     A Python caller's clock starts now, and so does that of every further job of a sweep.
     """
     import psutil
 
-    global _started_before
-    first, _started_before = not _started_before, True
-    return psutil.Process().create_time() if first and sys.argv[0].endswith("train.py") else time.time()
+    global _num_starts
+    _num_starts += 1
+    return time.monotonic() - (time.time() - psutil.Process().create_time() if _is_whole_command() else 0.0)

@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     _say(f"Optuna searches {', '.join(searched)}: {trials} trials of {shlex.join(fixed) or 'the main job'}.")
     print(f"Study: {folder}", flush=True)
     spoke()
-    with run_clock(time.time()):
+    with run_clock(time.monotonic()):
         with loading("Optuna and PyTorch"):
             study = _open(folder, values["prune"], values["sampler_seed"])
             import torch  # noqa: F401
