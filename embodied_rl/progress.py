@@ -182,7 +182,7 @@ def spoke() -> None:
 
 @contextmanager
 def run_clock(started: float) -> Iterator[None]:
-    """Context of a training run: displayed times count from `started`, a ``time.monotonic()``, and lines go to stdout with the run's figures.
+    """Context of a training run: displayed times count from `started` (``time.monotonic()``), and lines go to stdout with its figures.
     Inside another run clock, such as a study of many runs, the outer one stays."""
     global _began
     if _display.to_stdout:

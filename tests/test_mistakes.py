@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +84,10 @@ def test_critics_larger_than_the_machine_say_how_large_they_would_be() -> None:
 
 
 def test_what_the_system_has_no_memory_for_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for take in (lambda: np.empty(2**58, np.uint8), lambda: torch.empty(2**58, dtype=torch.uint8)):
+    def fork() -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    for take in (lambda: np.empty(2**58, np.uint8), lambda: torch.empty(2**58, dtype=torch.uint8), fork):
         with pytest.raises(SystemExit) as stopped:
             run_command(take)
         assert stopped.value.code == 1
@@ -89,6 +95,19 @@ def test_what_the_system_has_no_memory_for_is_one_line(capsys: pytest.CaptureFix
         assert told.startswith("error: This machine has too little memory: ")
         assert told.count("\n") == 1
         assert len(told) <= 410
+
+
+def test_more_files_than_the_process_may_open_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            run_command(os.pipe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert stopped.value.code == 1
+    told = capsys.readouterr().err
+    assert told == "error: Too many open files: this process may have 3. Raise that (ulimit -n 4096), or use fewer workers.\n"
 
 
 def test_looking_at_a_policys_size_draws_no_random_numbers() -> None:

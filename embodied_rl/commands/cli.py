@@ -11,6 +11,7 @@ import functools
 import gc
 import glob
 import io
+import resource
 import shlex
 import shutil
 import signal
@@ -97,7 +98,8 @@ _USERS_FILES = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EACCES, e
 """Problems with a user's file or folder, unless a closer handler has reported them."""
 
 
-_TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "bad_alloc", "failed to map segment", "Cannot allocate memory")
+"""Words of torch, of C++, of the loader of libraries and of the system."""
 
 
 # At its end the interpreter searches all of torch for garbage: half a second, for memory that the system reclaims anyway.
@@ -145,12 +147,13 @@ def run_command(body: Callable[[], object]) -> None:
     except BrokenPipeError:
         # `… | head`: the reader closed the pipe. Python would raise again when it flushes stdout at exit.
         sys.stdout = None
-    except OSError as error:
-        if error.errno not in _USERS_FILES or error.filename is None:
-            raise
-        fail(f"{brief(error.filename)}: {error.strerror}.", 2)
     except Exception as error:
-        if isinstance(error, MemoryError) or _TORCH_HAS_NO_MEMORY in str(error):
+        if isinstance(error, OSError) and error.errno in _USERS_FILES and error.filename is not None:
+            fail(f"{brief(error.filename)}: {error.strerror}.", 2)
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            fail(f"{error.strerror}: this process may have {limit:,}. Raise that (ulimit -n 4096), or use fewer workers.", 1)
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
             fail(f"This machine has too little memory: {brief(error) or 'an allocation failed'}. Use fewer slots or smaller batches.", 1)
         # A simulator's fault has the worker's own traceback, which ours would hide. If one was raised, its module is loaded.
         faults = sys.modules.get("embodied_rl.sim.faults")
