@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -20,6 +22,7 @@ from embodied_rl.sandbox.box import Box
 from embodied_rl.serving.agents.sessions import CapturedSession, SessionSampling
 from embodied_rl.sim.faults import FaultPolicy
 from embodied_rl.sim.text.program import TARGET, ProgramOptions
+from embodied_rl.sim.text.program_worker import set_variables
 from embodied_rl.sim.text.served_program import ProgramPool
 from tests.rollout.programs import lasting, options, running, running_with, says, tokenizer
 
@@ -219,6 +222,17 @@ def test_a_function_stays_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert "KeyError: 'oops'" in fault(found[1]).detail
     assert "in play" in fault(found[1]).detail
     assert fault(found[3]).exit_status == 7
+
+
+def test_the_variables_of_past_episodes_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBODIED_RL_TASK", "none")
+    find = ctypes.CDLL(None).getenv
+    find.restype = ctypes.c_char_p
+    before = psutil.Process().memory_info().rss
+    for number in range(400):
+        set_variables({"EMBODIED_RL_TASK": f"{number}" * 100_000})
+    assert psutil.Process().memory_info().rss - before < 2**24
+    assert os.environ["EMBODIED_RL_TASK"] == find(b"EMBODIED_RL_TASK").decode() == "399" * 100_000
 
 
 @pytest.mark.parametrize(

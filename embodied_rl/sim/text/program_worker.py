@@ -6,6 +6,7 @@ It is an ordinary program of ``mode=serve``: a JSON object per line on its input
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
@@ -96,9 +97,22 @@ def episode_variables(episode: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+_in_environment: dict[str, ctypes.Array[ctypes.c_char]] = {}
+"""Memory of variables in the environment."""
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Do what ``os.environ.update`` does, which keeps every value that a variable ever had: the C library's setenv frees none."""
+    for name, value in variables.items():
+        entry = ctypes.create_string_buffer(os.fsencode(f"{name}={value}"))
+        ctypes.CDLL(None).putenv(entry)
+        _in_environment[name] = entry  # frees the last one
+        vars(os.environ)["_data"][os.fsencode(name)] = os.fsencode(value)
+
+
 def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> dict[str, Any]:
     """Play one episode; returns the reply line. An exception of the function fails the episode, not the process."""
-    os.environ.update(episode_variables(episode))
+    set_variables(episode_variables(episode))
     number = {"episode": episode["episode"]}
     try:
         reward = function(clients.client(episode["base_url"], episode["api_key"]), dict(episode["task"]))
