@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import embodied_rl
+
+
+class Output:
+    """What a process prints, in a file without a name. The file can be cut while the process writes: what is written goes to its end."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the process
+        fcntl.fcntl(self.file, fcntl.F_SETFL, fcntl.fcntl(self.file, fcntl.F_GETFL) | os.O_APPEND)
+
+    def size(self) -> int:
+        """Number of bytes that are there."""
+        return os.fstat(self.file.fileno()).st_size
+
+    def read(self, start: int) -> bytes:
+        """Output from byte `start` on, or from the first one if that is negative."""
+        start = max(0, start)
+        return os.pread(self.file.fileno(), max(0, self.size() - start), start)
+
+    def cut(self, most: int, kept: int) -> None:
+        """Drop all but the last `kept` bytes if there are more than `most`."""
+        if (size := self.size()) > most:
+            tail = self.read(size - kept)
+            self.file.truncate(0)
+            self.file.write(tail)
 
 
 def start_module(

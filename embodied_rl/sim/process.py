@@ -8,13 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled, can_be_read
-from embodied_rl.distributed.processes import start_module
+from embodied_rl.distributed.processes import Output, start_module
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import thread_variables
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
@@ -22,7 +21,8 @@ from embodied_rl.stopping import waiting
 
 Answer = TypeVar("Answer")
 
-_OUTPUT_TAIL_BYTES = 6000
+_OUTPUT_TAIL_BYTES, _OUTPUT_BYTES = 6000, 2**20
+"""Bytes of a fault's output, and those beyond which earlier output is dropped: what simulators print over days must not fill the disk."""
 _SEND_TIMEOUT_S = 30.0
 _STACK_S = 1.0
 """Seconds that a hanging worker has to write its stack."""
@@ -48,7 +48,7 @@ class WorkerProcess:
         """Call `main` of `module`, with its ends of the socket and of the pipe that closes with us in ``sys.argv``."""
         self.index = index
         self.num_envs: list[int] = setup["num_envs"]
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self._output = Output()
         ours, theirs = socket.socketpair()
         life_read, self._life_write = os.pipe()
         self._ready, ready_write = os.pipe()
@@ -58,7 +58,7 @@ class WorkerProcess:
         handed = (theirs.fileno(), life_read, ready_write)
         try:
             keeper = ("embodied_rl.sim.keeper", module, os.getpid(), *handed)
-            self._process = start_module(*keeper, pass_fds=handed, environment=environment, output=self._output)
+            self._process = start_module(*keeper, pass_fds=handed, environment=environment, output=self._output.file)
         finally:
             theirs.close()
             os.close(life_read)
@@ -81,6 +81,7 @@ class WorkerProcess:
 
     def request(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = ()) -> None:
         """Send a message and descriptors. Raises SimFault if the worker is gone or accepts nothing for half a minute."""
+        self._output.cut(_OUTPUT_BYTES, _OUTPUT_TAIL_BYTES)
         try:
             self.channel.ask(message, payload, fds=fds, timeout_s=_SEND_TIMEOUT_S)
         except ChannelClosed:
@@ -109,6 +110,7 @@ class WorkerProcess:
 
     def check(self, failed: bool) -> None:
         """Raise the worker's failure, if there is one; `failed` is its own flag in shared memory."""
+        self._output.cut(_OUTPUT_BYTES, _OUTPUT_TAIL_BYTES)
         if failed:
             self.receive(5.0, "report a failure", no_answer)
         if not self.alive():
@@ -123,11 +125,11 @@ class WorkerProcess:
     def timed_out(self, timeout_s: float, doing: str) -> SimFault:
         """Fault of a live worker that does not answer, with the place where it hangs."""
         if self.alive() and hasattr(signal, "SIGUSR1"):
-            before, until = self._written(), time.monotonic() + _STACK_S
+            before, until = self._output.size(), time.monotonic() + _STACK_S
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
             # The stack is written call by call, so the first read may be incomplete.
-            while not self._read(before).endswith(_STACK_ENDS) and time.monotonic() < until:
+            while not self._output.read(before).endswith(_STACK_ENDS) and time.monotonic() < until:
                 time.sleep(0.005)
         return SimFault(
             FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:.4g} s while it should {doing}.\n{self._output_tail()}"
@@ -179,7 +181,7 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker, signal.SIGKILL)
         self.channel.close()
-        self._output.close()
+        self._output.file.close()
 
     def _reported(self, message: Mapping[str, Any]) -> UserError | SimFault:
         """Failure that a worker reports. Raises ChannelGarbled if the message is not a failure."""
@@ -207,15 +209,7 @@ class WorkerProcess:
         return SimFault(FaultKind.DIED, self.index, f"{how}\n{self._output_tail()}")
 
     def _output_tail(self) -> str:
-        return self._read(max(0, self._written() - _OUTPUT_TAIL_BYTES)).decode(errors="replace")
-
-    def _written(self) -> int:
-        """Number of bytes that the process has printed."""
-        return os.fstat(self._output.fileno()).st_size
-
-    def _read(self, start: int) -> bytes:
-        """Output from byte `start` on. The process writes at the shared file's position, so nothing here may move that."""
-        return os.pread(self._output.fileno(), max(0, self._written() - start), start)
+        return self._output.read(self._output.size() - _OUTPUT_TAIL_BYTES).decode(errors="replace")
 
 
 def no_answer(message: Mapping[str, Any], payload: bytes) -> None:

@@ -221,6 +221,7 @@ def test_a_function_stays_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert (fault(found[1]).kind, fault(found[1]).exit_status) == (ProgramFaultKind.CRASHED, None)
     assert "KeyError: 'oops'" in fault(found[1]).detail
     assert "in play" in fault(found[1]).detail
+    assert "\0" not in fault(found[1]).detail  # where the output of earlier episodes stood
     assert fault(found[3]).exit_status == 7
 
 

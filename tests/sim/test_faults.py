@@ -81,6 +81,17 @@ def test_a_hanging_worker_misses_its_deadline_and_says_where_it_hangs(tmp_path: 
     assert_gone(pids)
 
 
+def test_what_simulators_print_does_not_fill_the_disk() -> None:
+    with EnvManager(SimFactory(COUNTING), 1, num_workers=1) as manager:
+        (worker,) = manager._live_pool().workers
+        worker._output.file.write(b"x" * 2**21 + b"last words")
+        worker.check(failed=False)
+        assert worker._output.size() == 6_000
+        told = str(worker.timed_out(1.0, "step"))  # the worker prints its stack behind what was kept
+        assert 6_000 < worker._output.size() < 2**14
+    assert "last words" in told
+
+
 @pytest.mark.parametrize("where", ["observation", "reward"])
 def test_nan_names_slot_seed_and_step(where: str) -> None:
     fault, pids = run_until_fault(f"nan_{where}")

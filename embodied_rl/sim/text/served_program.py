@@ -18,12 +18,12 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from embodied_rl.distributed.processes import Output
 from embodied_rl.sandbox.box import Box, Sandboxed
 from embodied_rl.sim.faults import FaultPolicy
 
@@ -55,7 +55,7 @@ class StartedProgram:
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box, *, has_pipes: bool) -> None:
         """`has_pipes`: its input and output are our pipes; otherwise it has no input, and its output is recorded with its error stream.
         Raises OSError if it cannot be started."""
-        self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
+        self._printed = Output()
         try:
             self._started = Sandboxed(
                 box,
@@ -63,11 +63,11 @@ class StartedProgram:
                 env=env,
                 cwd=os.getcwd(),
                 stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if has_pipes else self._printed,
-                stderr=self._printed,
+                stdout=subprocess.PIPE if has_pipes else self._printed.file,
+                stderr=self._printed.file,
             )
         except BaseException:
-            self._printed.close()
+            self._printed.file.close()
             raise
         self._process = self._started.process
         self.ended = os.pidfd_open(self._process.pid)
@@ -75,14 +75,12 @@ class StartedProgram:
 
     def tail(self) -> str:
         """End of its output."""
-        size = self._printed.seek(0, os.SEEK_END)
-        self._printed.seek(max(0, size - _TAIL_BYTES))
-        return self._printed.read().decode("utf-8", "replace")
+        return self._printed.read(self._printed.size() - _TAIL_BYTES).decode("utf-8", "replace")
 
     def kill(self) -> tuple[int, str]:
         """End the program and all its descendants; returns (exit status, end of its output)."""
         status, tail = self._started.end(), self.tail()
-        for file in (self._process.stdin, self._process.stdout, self._printed):
+        for file in (self._process.stdin, self._process.stdout, self._printed.file):
             if file is not None:
                 file.close()
         os.close(self.ended)
@@ -113,7 +111,7 @@ class _Process(StartedProgram):
         """Give it an episode; its earlier output is dropped."""
         self.lines()
         self._unread = b""
-        self._printed.truncate(0)
+        self._printed.cut(0, 0)
         self._unsent = json.dumps(line).encode() + b"\n"
         self.send()
 
@@ -143,7 +141,7 @@ class _Process(StartedProgram):
 
     def print(self, line: bytes) -> None:
         """Keep a line that is no reply with the output of its error stream."""
-        self._printed.write(line[-_TAIL_BYTES:] + b"\n")
+        self._printed.file.write(line[-_TAIL_BYTES:] + b"\n")
 
 
 class ProgramPool:
