@@ -159,8 +159,6 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
             )
         return _adapter("VectorEnvSim")(made)
     envs = [factory(**kwargs) for _ in range(num_envs)]
-    if not all(hasattr(env, name) for env in envs for name in ("observation_space", "action_space", "reset", "step")):
-        raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(envs[0]).__name__}.")
     return _adapter("GymnasiumSim")(envs, task=task)
 
 

@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvCreator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingExtraError, UserError, brief, did_you_mean
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint, process_state_kept
@@ -205,19 +205,17 @@ class GymnasiumSim(SimEnv):
 
     def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
         self.envs = list(envs)
+        first = self.envs[0]
+        _check_kind(first)
         shared: dict[str, bytes] = {}
         self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
-        first = self.envs[0]
         self._random = [PrivateRandom() for _ in self.envs]
         self._physics: dict[int, Physics] = {}  # filled on demand
-        success_key, self._draws_while_stepping = self._probe(first)
-        self._success_key = success_key
-        parts = spaces.observation_parts(first.observation_space)
+        self._write = spaces.row_writer(spaces.observation_parts(first.observation_space))
         _check_alike(self.envs)
-        spec = _spec_of(first, first.observation_space, first.action_space, task, success_key)
-        self.spec = replace(spec, snapshots="exact" if exact_snapshots else "replay")
-        self._write = spaces.row_writer(parts)
-        self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
+        spec = _spec_of(first, first.observation_space, first.action_space, task)
+        self._success_key, self._draws_while_stepping = self._probe(first, spec)
+        self.spec = replace(spec, reports_success=self._success_key is not None, snapshots="exact" if exact_snapshots else "replay")
         self._steps = [short_step(env) for env in self.envs]
         self._to_action = spaces.action_converter(first.action_space)
         found = [on_demand(env) for env in self.envs]
@@ -264,7 +262,7 @@ class GymnasiumSim(SimEnv):
     def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         try:
             self._step_rows(env_ids, actions, out)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             if not _is_ours(error):
                 raise
             raise self._wrong_shape(error, "A step") from error
@@ -275,29 +273,23 @@ class GymnasiumSim(SimEnv):
         except ValueError as error:
             raise self._wrong_shape(error, what) from error
 
-    def _wrong_shape(self, error: ValueError, what: str) -> WrongShapeError:
-        shapes = {key: part.shape for key, part in self.spec.tensors.items()}
-        return WrongShapeError(f"{what} of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.")
+    def _wrong_shape(self, error: Exception, what: str) -> WrongShapeError:
+        return WrongShapeError(f"{what} of '{self.spec.task}' is not what its spaces and gymnasium ask for: {brief(error).rstrip('.')}.")
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         # Plain tasks take about 20 µs per step, so this loop avoids every call and look-up.
         reward, terminated, truncated, success, infos = out.reward, out.terminated, out.truncated, out.success, out.info
         steps, key, write, observation = self._steps, self._success_key, self._write, out.observation
-        state = observation["state"] if self._plain_state else None
         for i, action in zip(env_ids, self._to_action(actions), strict=True):
-            if state is not None:
-                state[i], reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
-            else:
-                new, reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
-                write(observation, i, new)
+            new, reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
+            write(observation, i, new)
             success[i] = False if key is None else bool(infos[i].get(key, False))  # type: ignore[union-attr]
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8. Raises UserError if the task or this machine cannot render."""
         if not self.spec.can_render:
             raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
-        frame = self.envs[env_id].render()
-        return np.asarray(frame, np.uint8)
+        return _picture(self.envs[env_id].render(), self.spec.task)
 
     def film_cameras(self, env_id: int) -> list[str]:
         """See `SimEnv`: cameras of a MuJoCo model; none for other environments."""
@@ -332,27 +324,63 @@ class GymnasiumSim(SimEnv):
         for env in self.envs:
             env.close()
 
-    def _probe(self, env: gymnasium.Env) -> tuple[str | None, bool]:
+    def _probe(self, env: gymnasium.Env, spec: SimSpec) -> tuple[str | None, bool]:
         """Take one step to find the key of success, and whether stepping draws from process-wide generators.
 
-        Every episode begins with a seeded reset, so the step leaves no trace.
+        Every episode begins with a seeded reset, so the step leaves no trace. Raises UserError: the answers are not gymnasium's.
         """
+        row = StepBuffers.allocate(spec, 1).observation
         with self._random[0].active(0):
             env.action_space.seed(0)
-            reset_info = _info_of(env.reset(seed=0), "reset", "observation, info")
+            try:
+                answer = env.reset(seed=0, options=None)
+            except TypeError as error:
+                if "unexpected keyword" not in str(error):
+                    raise
+                raise UserError(f"`reset` of '{spec.task}' must take seed and options, as gymnasium's environments do: {error}.") from error
+            first, reset_info = _parts_of(answer, "reset", "observation, info")
             before = fingerprint()
-            step_info = _info_of(env.step(env.action_space.sample()), "step", "observation, reward, terminated, truncated, info")
+            answer = env.step(env.action_space.sample())
             draws = fingerprint() != before
-        return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None), draws
+        second, *numbers, step_info = _parts_of(answer, "step", "observation, reward, terminated, truncated, info")
+        key = next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
+        success = False if (found := step_info.get(key)) is None else found
+        for name, value in zip(("reward", "terminated", "truncated", key), (*numbers, success), strict=True):
+            if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf":
+                raise UserError(f"`step` of '{spec.task}' must return a number or bool as {name}, got {value!r:.80}.")
+        try:
+            self._write(row, 0, first)
+            self._write(row, 0, second)
+        except ValueError as error:
+            raise UserError(f"'{spec.task}' does not keep to its observation space: {brief(error)}.") from error
+        return key, draws
 
 
-def _info_of(answer: Any, method: str, parts: str) -> Mapping[str, Any]:
-    """The last of an answer's `parts`. Raises UserError for the answer of an older gym, which has others."""
+def _check_kind(env: gymnasium.Env) -> None:
+    """Raise UserError for what only looks like a `gymnasium.Env`: of an older gym, or with spaces for several agents."""
+    if not isinstance(env, gymnasium.Env):
+        raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(env).__name__}.")
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name, None)
+        if not isinstance(space, gymnasium.Space):
+            raise UserError(f"{type(env).__name__}.{name} must be a gymnasium.Space, got {space!r:.80}.")
+
+
+def _picture(frame: Any, task: str) -> np.ndarray:
+    """[H, W, 3] uint8. Raises UserError for what `render` returned instead."""
+    shape = np.shape(frame)
+    if len(shape) != 3 or shape[2] != 3 or not all(shape):
+        raise UserError(f"`render` of '{task}' must return an array [H, W, 3] with render_mode='rgb_array', got {shape or frame!r:.80}.")
+    return np.asarray(frame, np.uint8)
+
+
+def _parts_of(answer: Any, method: str, parts: str) -> tuple[Any, ...]:
+    """An answer's `parts`. Raises UserError for the answer of an older gym, which has others."""
     if not (isinstance(answer, tuple) and len(answer) == parts.count(",") + 1 and isinstance(answer[-1], Mapping)):
         raise UserError(
             f"`{method}` must return ({parts}), with a dictionary as info, as gymnasium's environments do; got {answer!r:.100}."
         )
-    return answer[-1]
+    return answer
 
 
 def _is_ours(error: Exception) -> bool:
@@ -389,8 +417,8 @@ class VectorEnvSim(SimEnv):
         parts = spaces.observation_parts(env.single_observation_space)
         _, info = env.reset(seed=0)
         self._success_key = self._probe(info)
-        spec = _spec_of(env, env.single_observation_space, env.single_action_space, task, self._success_key)
-        self.spec = replace(spec, snapshots="none", steps_together=True)
+        spec = _spec_of(env, env.single_observation_space, env.single_action_space, task)
+        self.spec = replace(spec, reports_success=self._success_key is not None, snapshots="none", steps_together=True)
         self._write = spaces.row_writer(parts)
         self._to_action = spaces.action_converter(env.single_action_space)
         self._over = np.zeros(env.num_envs, bool)
@@ -428,7 +456,7 @@ class VectorEnvSim(SimEnv):
             raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
         frames = self.env.render()
         assert frames is not None, "it was made to draw"
-        return np.asarray(frames[env_id], np.uint8)
+        return _picture(frames[env_id], self.spec.task)
 
     def close(self) -> None:
         self.env.close()
@@ -439,8 +467,8 @@ class VectorEnvSim(SimEnv):
         return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
 
 
-def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str | None, success_key: str | None) -> SimSpec:
-    """Spec of an environment, or of a vector of them, with these spaces; the caller sets `snapshots`."""
+def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str | None) -> SimSpec:
+    """Spec of an environment, or of a vector of them, with these spaces; the caller sets `reports_success` and `snapshots`."""
     registered = env.spec
     return SimSpec(
         task=task or (registered.id if registered is not None else type(env.unwrapped).__name__),
@@ -448,7 +476,6 @@ def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str 
         action=spaces.action_spec(acted),
         max_episode_steps=registered.max_episode_steps if registered is not None else None,
         control_hz=spaces.control_hz(env),
-        reports_success=success_key is not None,
         can_render=env.render_mode == "rgb_array",
         spaces={"observation": spaces.describe(seen), "action": spaces.describe(acted)},
     )

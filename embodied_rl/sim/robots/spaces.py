@@ -29,18 +29,20 @@ class ObservationPart:
     space: gymnasium.Space
     spec: TensorSpec | VariableSpec
 
-    @property
-    def is_plain_vector(self) -> bool:
-        """Whether the whole observation can be assigned to a row."""
-        return not self.path and isinstance(self.space, spaces.Box) and len(self.space.shape) == 1
-
 
 def observation_parts(space: gymnasium.Space) -> list[ObservationPart]:
     """Flatten an observation space into named parts.
 
-    Raises UserError: a space that is not Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple.
+    Raises UserError: a space that is not Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple, or that is empty, or two parts of
+    one name.
     """
-    return _parts(space, ())
+    parts = _parts(space, ())
+    names = [part.name for part in parts]
+    if not any(isinstance(part.spec, VariableSpec) or math.prod(part.spec.shape) for part in parts):
+        raise UserError(f"Observation space {space} is empty: an observation needs at least one number.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"Observation space {space} has two parts named '{twice[0]}': rename one (nested keys are joined by dots).")
+    return parts
 
 
 def _parts(space: gymnasium.Space, path: tuple[Any, ...]) -> list[ObservationPart]:
@@ -79,19 +81,21 @@ def _is_image(space: gymnasium.Space) -> bool:
 def action_spec(space: gymnasium.Space) -> ActionSpec:
     """ActionSpec of a Discrete or Text space, a bounded Box (flattened) or a Dict of bounded Boxes (concatenated; see `action_splits`).
 
-    Raises UserError: another space, or a Box without finite bounds.
+    Raises UserError: another space, or a Box that is empty or has no finite bounds.
     """
     if isinstance(space, spaces.Discrete):
         return ActionSpec.discrete(int(space.n))
     if isinstance(space, spaces.Text):
         return ActionSpec.text(_text_room(space))
     if isinstance(space, spaces.Box):
-        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        if not space.low.size:
+            raise UserError(f"Action space {space} is empty: an action needs at least one number.")
+        if not max(abs(float(space.low.min())), abs(float(space.high.max()))) <= float(np.finfo(np.float32).max):
             raise UserError(
                 f"Action space {space} has no finite bounds: wrap the environment in gymnasium.wrappers.RescaleAction or ClipAction."
             )
         return ActionSpec.continuous(space.low, space.high)
-    if isinstance(space, spaces.Dict) and all(isinstance(inner, spaces.Box) for inner in space.spaces.values()):
+    if isinstance(space, spaces.Dict) and space.spaces and all(isinstance(inner, spaces.Box) for inner in space.spaces.values()):
         parts = [action_spec(inner) for inner in space.spaces.values()]
         return ActionSpec.continuous(sum((part.low for part in parts), ()), sum((part.high for part in parts), ()))
     raise UserError(
@@ -111,26 +115,49 @@ def action_splits(space: gymnasium.Space) -> dict[str, slice]:
 
 
 def row_writer(parts: list[ObservationPart]) -> Callable[[Observation, int, Any], None]:
-    """Function ``write(observation, row, value)`` that writes one environment's nested observation into its row of each part."""
+    """Function ``write(observation, row, value)`` that writes one environment's nested observation into its row of each part.
+
+    It raises ValueError for a value of another form than its space, which numpy would stretch, cut or wrap around to fit the row. Numbers
+    beyond the space's bounds are written.
+    """
     writers = [(part.name, part.path, _leaf(part)) for part in parts]
 
     def write(observation: Observation, row: int, value: Any) -> None:
         for name, path, convert in writers:
             leaf = value
-            for key in path:
-                leaf = leaf[key]
-            observation[name][row] = leaf if convert is None else convert(leaf)
+            try:
+                for key in path:
+                    leaf = leaf[key]
+            except (LookupError, TypeError):
+                raise ValueError(f"observation '{name}' is missing") from None
+            observation[name][row] = convert(leaf, name)
 
     return write
 
 
-def _leaf(part: ObservationPart) -> Callable[[Any], Any] | None:
-    space = part.space
-    if isinstance(space, spaces.Box):
-        return None if len(space.shape) == 1 or _is_image(space) else lambda value: np.asarray(value).reshape(-1)
+def _leaf(part: ObservationPart) -> Callable[[Any, str], Any]:
+    space, shape, is_image = part.space, part.space.shape, _is_image(part.space)
+
+    def numbers(value: Any, name: str) -> np.ndarray:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"observation '{name}' holds no real numbers: {value!r:.80}")
+        if array.shape != shape:
+            raise ValueError(f"observation '{name}' has the shape {array.shape}, not {shape}")
+        if not is_image:
+            return array.reshape(-1)
+        if array.dtype != np.uint8 and not ((array >= 0) & (array <= 255) & (array % 1 == 0)).all():
+            raise ValueError(f"picture '{name}' must hold whole numbers from 0 to 255 (uint8), not {array.dtype} such as {array.max():g}")
+        return array
+
+    def one_hot(value: Any, name: str) -> Any:
+        if not space.contains(value):
+            raise ValueError(f"observation '{name}' is {value!r:.80}, which is not in {space}")
+        return spaces.flatten(space, value)
+
     if isinstance(space, spaces.Text):
-        return str
-    return lambda value: spaces.flatten(space, value)  # one-hot for discrete choices
+        return lambda value, name: value  # the manager's buffers refuse what is no text
+    return numbers if isinstance(space, spaces.Box) else one_hot
 
 
 def control_hz(env: gymnasium.Env | gymnasium.vector.VectorEnv) -> float | None:
@@ -159,7 +186,7 @@ def action_converter(space: gymnasium.Space) -> Callable[[np.ndarray], Any]:
 
         return split
     shape, dtype = space.shape or (), np.dtype(space.dtype)
-    whole = dtype.kind in "iu"  # otherwise only an action at the very bound would be the largest number
+    whole = dtype.kind in "biu"  # otherwise only an action at the very bound would be the largest number
     return lambda actions: np.array(np.rint(actions) if whole else actions, dtype).reshape(len(actions), *shape)
 
 

@@ -160,6 +160,9 @@ def test_process_wide_generators_are_kept_apart(while_stepping: bool) -> None:
     [
         (spaces.Sequence(spaces.Discrete(3)), "Sequence"),
         (spaces.Dict({"words": spaces.Sequence(spaces.Discrete(3))}), "under 'words'"),
+        (spaces.Dict({}), r"Dict\(\) is empty"),
+        (spaces.Box(0, 255, (0, 0, 3), np.uint8), r"\(0, 0, 3\).* is empty"),
+        (spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)}), "a.b": spaces.Discrete(2)}), "two parts named 'a.b'"),
     ],
 )
 def test_observation_spaces_that_cannot_be_adapted_are_named(space: spaces.Space, words: str) -> None:
@@ -171,7 +174,12 @@ def test_observation_spaces_that_cannot_be_adapted_are_named(space: spaces.Space
 
 @pytest.mark.parametrize(
     ("space", "words"),
-    [(spaces.Box(-np.inf, np.inf, (2,)), "no finite bounds"), (spaces.MultiDiscrete([2, 3]), r"MultiDiscrete\(\[2 3\]\)")],
+    [
+        (spaces.Box(-np.inf, np.inf, (2,)), "no finite bounds"),
+        (spaces.Box(-1e300, 1e300, (2,), np.float64), "no finite bounds"),  # of float32
+        (spaces.Box(-1, 1, (0,)), "is empty"),
+        (spaces.MultiDiscrete([2, 3]), r"MultiDiscrete\(\[2 3\]\)"),
+    ],
 )
 def test_action_spaces_that_cannot_be_adapted_are_named(space: spaces.Space, words: str) -> None:
     env = UsesGlobalRandom(False)
@@ -297,6 +305,8 @@ def test_a_vector_environment_equals_single_ones() -> None:
 def test_actions_of_whole_numbers_are_rounded() -> None:
     convert = action_converter(gymnasium.spaces.Box(-2, 2, (3,), np.int8))
     assert convert(np.array([[1.6, -1.6, 0.4]], np.float32)).tolist() == [[2, -2, 0]]
+    switches = action_converter(gymnasium.spaces.Box(0, 1, (2,), np.bool_))
+    assert switches(np.array([[0.4, 0.6]], np.float32)).tolist() == [[False, True]]
 
 
 def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:
@@ -320,19 +330,86 @@ def test_an_environment_of_an_older_gym_is_named(method: str) -> None:
         GymnasiumSim([Old()])
 
 
-def test_a_first_observation_of_another_shape_is_named() -> None:
-    class Wider(gymnasium.Env):
-        observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(-1, 1, (1,))
+class Odd(gymnasium.Env):
+    """Answers as told; from step `late` on with the values of `then`."""
 
-        def reset(self, **_: object) -> tuple[np.ndarray, dict[str, object]]:  # type: ignore[override]
-            return np.zeros(3, np.float32), {}
+    def __init__(self, space: Any = spaces.Box(-1, 1, (2,)), late: int = 0, **then: Any) -> None:  # noqa: B008
+        self.observation_space, self.action_space = space, spaces.Box(-1, 1, (1,))
+        self.good = {"observation": space.sample(), "reward": 0.0, "terminated": False, "truncated": False, "info": {"success": None}}
+        self.late, self.then, self.t = late, then, 0
+        self.render_mode = "rgb_array"
 
-        def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
-            return np.zeros(3, np.float32), 0.0, False, False, {}
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._now("observation"), {}
 
-    sim = GymnasiumSim([Wider()])
-    with pytest.raises(WrongShapeError, match=r"The first observation of 'Wider' does not fit .*\(2,\).*\(3,\)"):
-        sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))
+    def step(self, action: np.ndarray) -> Any:
+        self.t += 1
+        return tuple(self._now(part) for part in self.good)
+
+    def _now(self, part: str) -> Any:
+        return self.then.get(part, self.good[part]) if self.t >= self.late else self.good[part]
+
+    def render(self) -> Any:
+        return self.then["frame"]
+
+
+PICTURE = spaces.Box(0, 255, (2, 2, 3), np.uint8)
+NOT_AS_DECLARED: list[tuple[Any, Any, str]] = [
+    (spaces.Box(-1, 1, (2,)), np.zeros(3), r"'state' has the shape \(3,\), not \(2,\)"),
+    (spaces.Box(-1, 1, (2,)), 0.5, r"'state' has the shape \(\), not \(2,\)"),  # numpy would write it twice
+    (spaces.Box(-1, 1, (2, 3)), np.zeros((3, 2)), r"shape \(3, 2\), not \(2, 3\)"),
+    (spaces.Box(-1, 1, (2,)), [None, 1.0], "'state' holds no real numbers"),
+    (PICTURE, np.full((2, 2, 3), 0.5), "'rgb' must hold whole numbers from 0 to 255 .* float64 such as 0.5"),
+    (PICTURE, np.full((2, 2, 3), 256), "'rgb' must hold whole numbers from 0 to 255 .* int64 such as 256"),
+    (spaces.Discrete(3), -1, r"'state' is -1, which is not in Discrete\(3\)"),  # the last one for numpy
+    (spaces.MultiDiscrete([2, 2]), np.array([0, 2]), r"which is not in MultiDiscrete\(\[2 2\]\)"),
+    (spaces.Dict(a=PICTURE, b=PICTURE), {"a": np.zeros((2, 2, 3), np.uint8)}, "'b' is missing"),
+]
+
+
+@pytest.mark.parametrize(("space", "value", "words"), NOT_AS_DECLARED)
+def test_an_observation_outside_its_space_is_named(space: spaces.Space, value: Any, words: str) -> None:
+    """At the start, and as a fault of the simulator where it comes later."""
+    with pytest.raises(UserError, match=f"'Odd' does not keep to its observation space: .*{words}"):
+        GymnasiumSim([Odd(space, observation=value)])
+    sim = GymnasiumSim([Odd(space, late=2, observation=value)])
+    out = StepBuffers.allocate(sim.spec, 1)
+    sim.reset([0], [0], out)
+    sim.step([0], np.zeros((1, 1)), out)
+    with pytest.raises(WrongShapeError, match=f"A step of 'Odd' is not what its spaces .*{words}"):
+        sim.step([0], np.zeros((1, 1)), out)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("reward", None), ("reward", np.zeros(2)), ("terminated", "False"), ("info", {"success": "no"}), ("info", [])]
+)
+def test_answers_that_are_no_numbers_are_named(part: str, value: Any) -> None:
+    with pytest.raises(UserError, match=r"`step` of 'Odd' must return a number .* as |`step` must return \(observation"):
+        GymnasiumSim([Odd(**{part: value})])
+
+
+def test_frames_that_are_no_pictures_are_refused() -> None:
+    for frame, shown in ((None, "None"), (np.zeros((4, 4)), r"\(4, 4\)"), ([np.zeros((4, 4, 3))], r"\(1, 4, 4, 3\)")):
+        with pytest.raises(UserError, match=rf"`render` of 'Odd' must return an array \[H, W, 3\] .* got {shown}"):
+            GymnasiumSim([Odd(frame=frame)]).render(0)
+    assert GymnasiumSim([Odd(frame=np.ones((4, 4, 3)))]).render(0).dtype == np.uint8
+
+
+def test_what_only_looks_like_an_environment_is_refused() -> None:
+    class Agents(gymnasium.Env):  # as PettingZoo's: a space for each agent
+        def observation_space(self, agent: str) -> Any: ...  # type: ignore[override]
+
+    with pytest.raises(UserError, match=r"must return a gymnasium\.Env, got object"):
+        adapt(object, 1, None, {})
+    with pytest.raises(UserError, match=r"Agents\.observation_space must be a gymnasium\.Space, got <bound method"):
+        GymnasiumSim([Agents()])
+
+    class Seedless(Odd):
+        def reset(self) -> Any: ...  # type: ignore[override]
+
+    with pytest.raises(UserError, match="`reset` of 'Seedless' must take seed and options"):
+        GymnasiumSim([Seedless()])
 
 
 def test_what_is_no_simulator_is_refused() -> None:
