@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, brief, did_you_mean
+from embodied_rl.errors import UserError, brief, did_you_mean, shown
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.rendering import configure_rendering
@@ -80,6 +80,10 @@ def wrapped(config: SimConfig, target: str, **own: object) -> SimConfig:
     return dataclasses.replace(config, target=target, task=None, kwargs={"inner": inner, **own})
 
 
+SIDES = {"render_size", "image_size", "image_height", "image_width", "camera_size", "picture_size"}
+"""Arguments of our simulators that are a picture's side; the drawing libraries end the process at a side of 0."""
+
+
 @dataclass(frozen=True)
 class SimFactory:
     """How a worker process builds its simulator: picklable, and nothing is imported before `make`."""
@@ -102,7 +106,10 @@ class SimFactory:
         Raises MissingExtraError, MissingAssetsError or UserError; for a simulator that is not of this package also what its class raises.
         """
         configure_rendering()  # before the target imports mujoco, sapien or pygame
-        factory, kwargs = load_target(self.target, extra=self.extra), dict(self.kwargs)
+        factory, kwargs, ours = load_target(self.target, extra=self.extra), dict(self.kwargs), self.target.startswith("embodied_rl.")
+        for name in SIDES & kwargs.keys() if ours else ():
+            if not (kwargs[name] is None or (isinstance(kwargs[name], (int, np.integer)) and kwargs[name] >= 1)):
+                raise UserError(f"sim.kwargs.{name} must be a whole number of pixels, at least 1, got {shown(kwargs[name])}.")
         if picture_size is not None:
             # Simulators that must know beforehand whether they will draw take these arguments.
             wanted, taken = {"render": True, "render_size": picture_size}, _parameters(factory)
@@ -112,7 +119,7 @@ class SimFactory:
         except (UserError, MemoryError, RuntimeError):  # a service or a driver may be back when the manager tries again
             raise
         except Exception as error:  # the packages behind our simulators check few arguments, and raise a dozen types
-            if "inner" in kwargs or not self.target.startswith("embodied_rl.") or (isinstance(error, OSError) and error.errno):
+            if "inner" in kwargs or not ours or (isinstance(error, OSError) and error.errno):
                 raise  # the author of a simulator needs the traceback; the machine's own errors may pass
             raise UserError(f"'{self.task or self.target}' cannot be made with {dict(self.kwargs)}: it {described(error)}.") from error
 

@@ -69,7 +69,7 @@ class Drawing:
     def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
         """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.
 
-        Raises UserError: this machine cannot draw off-screen, or a side is no number of pixels.
+        Raises UserError: this machine cannot draw off-screen.
         """
         renderer = self._renderers.get((height, width)) or self._new(height, width)
         renderer.update_scene(data, camera=camera, scene_option=self._option)
@@ -83,8 +83,6 @@ class Drawing:
             self._renderers.popitem()[1].close()
 
     def _new(self, height: int, width: int) -> Renderer:
-        if min(height, width) < 1:
-            raise UserError(f"A picture cannot have {height} x {width} pixels.")
         buffer = self.model.vis.global_
         before = buffer.offheight, buffer.offwidth
         # MuJoCo reads these when the context is made and clears the whole buffer for each frame, so it is no larger than the pictures.

@@ -273,16 +273,14 @@ class GemSim(TurnSim):
         try:
             with generator.active(0):  # games draw a first problem in their constructor
                 return gem.make(task, **kwargs)
-        except (UserError, MemoryError):
-            raise
         except Exception as error:
-            if self._family not in OFFLINE_FAMILIES:
-                name = specification.kwargs.get("dataset_name")
-                raise MissingAssetsError(
-                    f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). Get "
-                    f"it on a machine with network access: python -c \"import datasets; datasets.load_dataset('{name}')\""
-                ) from error
-            raise UserError(f"GEM task '{task}' cannot be made with {dict(kwargs)}: {type(error).__name__}: {error}") from error
+            if self._family in OFFLINE_FAMILIES or isinstance(error, (UserError, MemoryError)):
+                raise
+            name = specification.kwargs.get("dataset_name")
+            raise MissingAssetsError(
+                f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). Get "
+                f"it on a machine with network access: python -c \"import datasets; datasets.load_dataset('{name}')\""
+            ) from error
 
     def _require_snapshots(self) -> None:
         if self.spec.snapshots != "exact":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -58,21 +59,14 @@ def make(
         success_return: see `TextTask.step`.
         observation_bytes, action_bytes: largest text in bytes (UTF-8).
 
-    Raises UserError: the class cannot be loaded or made, or lacks a method.
+    Raises UserError: the class cannot be loaded, or lacks a method.
     """
     if environment == PLACEHOLDER:
         raise UserError(
             "sim=text_task plays your own text environment (docs/text_environments.md). Set "
             "sim.kwargs.environment=my_package.my_module:MyTask policy=language generation=tokens_torch algorithm=grpo"
         )
-    maker = load_target(environment)
-
-    def one() -> TextTask:
-        try:
-            return maker(**kwargs)
-        except TypeError as error:
-            raise UserError(f"Environment '{environment}' cannot be made with {sorted(kwargs)}: {error}.") from error
-
+    one = functools.partial(load_target(environment), **kwargs)
     return TaskSim(task or environment.rpartition(":")[2], num_envs, one, success_return, room_bytes=(observation_bytes, action_bytes))
 
 

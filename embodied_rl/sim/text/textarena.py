@@ -208,8 +208,6 @@ def _made(task: str, kwargs: Mapping[str, Any]) -> Env:
         return importlib.import_module("textarena").make(task, **kwargs)
     except LookupError as error:
         raise _needs(task, error) from error
-    except (TypeError, ValueError, AssertionError, ImportError) as error:
-        raise UserError(f"TextArena's '{task}' cannot be made with {dict(kwargs)}: {type(error).__name__}: {error}") from error
 
 
 def _needs(task: str, error: Exception) -> UserError:

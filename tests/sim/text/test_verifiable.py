@@ -125,8 +125,8 @@ def test_an_environment_with_five_methods_is_a_simulator() -> None:
     assert [step[1:5] for step in steps] == [(0.0, False, False, False), (0.0, False, False, False), (1.0, True, False, True)]
     with pytest.raises(UserError, match="has no method 'get_state'"):
         TaskSim("x", 1, lambda: object.__new__(type("Half", (), {"reset": print, "step": print, "sample_random_action": print})))
-    with pytest.raises(UserError, match="cannot be made with"):
-        tasks.make(1, "tests.sim.text.test_verifiable:Counter", up=4)
+    with pytest.raises(UserError, match=r"cannot be made with .*unexpected keyword argument 'up'"):
+        SimFactory("embodied_rl.sim.text.tasks:make", kwargs={"environment": "tests.sim.text.test_verifiable:Counter", "up": 4}).make(1)
 
 
 def test_our_examples_are_answered_by_their_own_answers() -> None:
