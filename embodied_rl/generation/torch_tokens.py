@@ -292,6 +292,7 @@ _FIRST_COLUMNS = 128
 """Initial number of columns of the cache; it doubles as it fills."""
 _LEAST_SHARED, _WORTH_SHARING = 64, 2**25
 """Number of shared first tokens that is worth its own forward: at least the first value, and tokens x parameters at least the second."""
+_STUCK = Failure("rejected", "The structure of the answer (response_format, tools) allows no further token here: no text satisfies it.")
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -306,6 +307,8 @@ class _Row(Growing):
     """Positions minus number of tokens: image tokens share positions in models with three-part rotary positions."""
     shares: bool = True
     """Whether the row's cache is of the current weights and depends only on its tokens."""
+    is_stuck: bool = False
+    """Whether the structure allows no further token."""
 
     @property
     def cached(self) -> int:
@@ -318,15 +321,17 @@ class _Row(Growing):
         return np.concatenate([self.request.prompt_ids, np.asarray(self.token_ids[:-1], np.int64)]).astype(np.int64)
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> None:
+        if self.matcher is not None and not self.matcher.accept_token(token):
+            self.is_stuck, self.shares = True, False  # no token was allowed
+            return
         self.token_ids.append(token)
         self.log_prob.append(log_prob)
         self.sampling_log_prob.append(sampling_log_prob)
         self.version.append(version)
-        if self.matcher is not None:
-            kept = self.matcher.accept_token(token)
-            assert kept, "only tokens that keep to the structure are drawn"
 
     def end(self) -> FinishReason | None:
+        if self.is_stuck:
+            return "failed"
         if self.token_ids[-1] in self.request.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.room.max_new_tokens else None
@@ -551,7 +556,7 @@ class TorchTokens(Stepwise):
         for index in reversed(indices):
             reason = self._rows[index].end()
             if reason is not None:
-                self._ready.append(self._rows[index].completion(reason))
+                self._ready.append(self._rows[index].completion(reason, _STUCK if reason == "failed" else None))
                 self._remove(index)
 
     def _admit(self) -> None:

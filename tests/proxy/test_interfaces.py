@@ -99,7 +99,9 @@ def test_messages_are_answered_and_captured(tokenizer: ChatTokenizer) -> None:
         assert counted.input_tokens == len(prompt)
         cut = client.messages.create(model="tiny", max_tokens=2, messages=[user("x")])
         assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
-        assert len(turns_of(proxy)) == 3, "counting samples nothing"
+        one = client.messages.create(model="tiny", max_tokens=50, messages=[user("y")], stop_sequences=["never", "h"])  # one token
+        assert (one.content[0].text, one.stop_reason, one.stop_sequence) == ("go rig", "stop_sequence", "h")
+        assert len(turns_of(proxy)) == 4, "counting samples nothing"
 
 
 def test_messages_with_tools(tokenizer: ChatTokenizer) -> None:

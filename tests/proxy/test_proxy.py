@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from embodied_rl.commands import serve_agent
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
-from embodied_rl.generation.tokens import GenerationRequest, ScriptedTokens
+from embodied_rl.generation.tokens import Completion, GenerationRequest, ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
@@ -191,7 +191,8 @@ def test_spaces_that_clients_strip_and_tools_that_change(tokenizer: ChatTokenize
 def test_tool_calls_pass_through(tokenizer: ChatTokenizer) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    with serving(says(tokenizer, call, "2", "<tool_call>{broken</tool_call>"), tokenizer) as proxy:
+    no_json = [f'<tool_call>{{"name": "add", "arguments": {given}}}</tool_call>' for given in ("NaN", "[" * 70 + "]" * 70)]
+    with serving(says(tokenizer, call, "2", "<tool_call>{broken</tool_call>", *no_json), tokenizer) as proxy:
         answer = chat(proxy, [user("1+1?")], tools=[tool])["choices"][0]
         assert answer["finish_reason"] == "tool_calls"
         (made,) = answer["message"]["tool_calls"]
@@ -201,7 +202,11 @@ def test_tool_calls_pass_through(tokenizer: ChatTokenizer) -> None:
         assert chat(proxy, history, tools=[tool])["choices"][0]["finish_reason"] == "stop"
         broken = chat(proxy, [user("again")], tools=[tool])["choices"][0]
         assert (broken["message"]["content"], broken["finish_reason"]) == ("<tool_call>{broken</tool_call>", "stop")
-        first, second, _ = proxy._book.sessions["agent"].captured().turns
+        for text in no_json:
+            assert chat(proxy, [user("once more")], tools=[tool])["choices"][0]["message"]["content"] == text
+        sent = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[" * 10**5}}
+        chat(proxy, [user("?"), {"role": "assistant", "tool_calls": [sent]}, {"role": "tool", "content": "?"}], tools=[tool])
+        first, second, *_ = proxy._book.sessions["agent"].captured().turns
     assert second.parent == 0
     added = "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     assert second.prompt_ids.tolist() == [*first.prompt_ids, *first.sampled_ids, *tokenizer.encode(added)]
@@ -283,6 +288,10 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"tool_choice": "required"}, 400, "invalid_request", "and there are no 'tools'"),
         ({"tool_choice": "any", "tools": [{"function": {"name": "add"}}]}, 400, "invalid_request", "must be 'auto', 'none', 'required' or"),
         ({"stop": ["and a long text", ""]}, 400, "invalid_request", "none of them empty"),
+        ({"stop": ["x"] * 33}, 400, "unsupported_parameter", "at most 32 texts of at most 512 characters here, got 33"),
+        ({"stop": "x" * 10**4}, 400, "unsupported_parameter", "the longest with 10,000"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, 400, "invalid_request", "that has a 'name'"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "go"}}]}, 400, "unsupported_content", "sent as 'tool_calls'"),
         ({"model": "gpt"}, 404, "model_not_found", "'gpt' is not served"),
     ],
 )
@@ -522,6 +531,19 @@ def request(text: int = 5) -> GenerationRequest:
     return GenerationRequest(request_id=0, prompt_ids=np.array([text]), max_new_tokens=4)
 
 
+class Endless(ScriptedTokens):
+    """Has more tokens with every look."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda asked: [1])
+        self.pause()
+        self._so_far: list[int] = []
+
+    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
+        self._so_far = [*self._so_far, 1]
+        return dict.fromkeys(request_ids, self._so_far)
+
+
 def test_a_client_that_is_gone_aborts_its_request() -> None:
     backend = ScriptedTokens(lambda asked: [1])
     backend.pause()
@@ -529,6 +551,11 @@ def test_a_client_that_is_gone_aborts_its_request() -> None:
     left: list[bool] = []
     gone: Callable[[], bool] = lambda: left.append(True) or len(left) > 2  # noqa: E731
     assert pump.complete(request(), gone).finish_reason == "aborted"
+    busy = BackendPump(Endless())
+    *_, last = busy.stream(request(), lambda: True)
+    assert isinstance(last, Completion), "a client that is gone while tokens come without a pause"
+    assert last.finish_reason == "aborted"
+    busy.close()
     waiting: list[BaseException] = []
 
     def wait() -> None:

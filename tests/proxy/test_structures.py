@@ -165,6 +165,12 @@ def test_a_schema_that_cannot_be_kept_to_is_refused_in_a_line(proxy: AgentProxy)
     status, answer = ask(proxy, "/chat/completions", {"messages": [user("x")], "response_format": schema(large)})
     assert status == 400
     assert "this server takes 262,144" in answer["error"]["message"]
+    status, answer = ask(proxy, "/chat/completions", {"messages": [user("x")], "response_format": schema({"$ref": "#"})})
+    assert status == 400
+    assert "no text satisfies it" in answer["error"]["message"]
+    # A stop text of one token does not keep that token out of the structure.
+    (choice,) = chat(proxy, [user("x")], "stopped", response_format=schema(MOVE), stop=["}"], max_tokens=150)["choices"]
+    assert is_move(json.loads(choice["message"]["content"] + "}"))
     chat(proxy, [user("x")], "after", max_tokens=2)
 
 

@@ -93,7 +93,8 @@ class AgentProxy:
         tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now
         self._tokenizer, self._options, self._token = tokenizer, options, token
         self._tokenizer_lock = threading.Lock()
-        self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and web.is_loopback(host))
+        limits = limits or SessionLimits()
+        self._book = SessionBook(limits, open_to_any_key=token is None and web.is_loopback(host))
         self._finished: deque[CapturedSession] = deque()
         self._pump, self._can_constrain = BackendPump(backend), backend.can_constrain
         self.shared_backend = SharedBackend(self._pump, backend)
@@ -104,7 +105,8 @@ class AgentProxy:
                 self._routes.answer,
                 host=host,
                 port=port,
-                limits=http or web.ServerLimits(max_body_mb=4.0),
+                # A client keeps a connection for each request that it sends at the same time.
+                limits=http or web.ServerLimits(max_body_mb=4.0, max_connections=max(256, 2 * limits.max_sessions)),
                 any_host_header=token is not None,
                 admit=self._admit,
                 format_problem=_refusal,
@@ -387,7 +389,9 @@ class AgentProxy:
             prompt = self._prompt(session, chat)
             if chat.forced:
                 prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, self._tokenizer.encode(chat.forced)]))
-            stop_ids = (*self._options.stop_ids, *(token for text in chat.stop for token in self._stop_ids(text)))
+            # In a structure a stop token may only come at the end, so there texts are only looked for.
+            texts = chat.stop if chat.structure is None else ()
+            stop_ids = (*self._options.stop_ids, *(token for text in texts for token in self._stop_ids(text)))
         requests = [self._request(session, chat, prompt, stop_ids, number) for number in range(chat.num_choices)]
         return prompt, requests
 
@@ -445,6 +449,10 @@ class AgentProxy:
     ) -> interfaces.ChatAnswer:
         sampled, stop = completion.token_ids, self._stop_texts(chat)
         text = chat.forced + self._text(sampled, stop_ids)
+        stop_text = stop.first(text)
+        if stop_text is None and len(sampled):
+            with self._tokenizer_lock:
+                stop_text = next((one for one in chat.stop if int(sampled[-1]) in self._stop_ids(one)), None)
         message = interfaces.answer_message(stop.before(text), chat.tools)
         plain = plain_message(message, 0)
         session.add(completion_id, prompt, completion, chat.messages, plain, chat.tools, chat.structure, stop_ids)
@@ -460,7 +468,7 @@ class AgentProxy:
             len(sampled),
             self._logprobs(completion) if chat.logprobs else None,
             index,
-            stop.first(text),
+            stop_text,
         )
 
     def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:

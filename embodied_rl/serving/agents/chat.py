@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.serving.http_server import HttpProblem
+from embodied_rl.serving.http_server import HttpProblem, parse_object
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -39,9 +39,9 @@ def sampled_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 
 def _sampled_call(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        found = parse_object(text.encode())
         name, arguments = found["name"], found.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (HttpProblem, KeyError):
         return None
     if not isinstance(name, str):
         return None
@@ -96,6 +96,8 @@ def _text(form: Mapping[str, Any]) -> str:
     return text
 
 
+_MOST_STOPS, _LONGEST_STOP = 32, 512
+"""Most stop texts of an answer, and characters of each: all are looked for with every token."""
 _TAIL = 8
 """Last tokens of a growing answer that are checked again, because they may contain a part of a stop text."""
 
@@ -120,7 +122,7 @@ class StopTexts:
     def certain(self, text: str) -> str:
         """Beginning of a growing text that no stop text can still remove."""
         text = self.before(text)
-        half = max((n for stop in self.texts for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        half = max((n for stop in self.texts for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])), default=0)
         return text[: len(text) - half]
 
     def reached(self, token_ids: Sequence[int], num_seen: int = 0) -> bool:
@@ -208,6 +210,10 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise bad(f"'{name}' must be a text or a list of texts, none of them empty.")
+    if len(texts) > _MOST_STOPS or any(len(text) > _LONGEST_STOP for text in texts):
+        longest = max(map(len, texts))
+        most = f"at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters"
+        raise bad(f"'{name}' can have {most} here, got {len(texts):,}, the longest with {longest:,}.", "unsupported_parameter")
     return tuple(dict.fromkeys(texts))
 
 
@@ -254,6 +260,9 @@ def plain_message(message: object, place: int) -> dict[str, Any]:
         raise bad(f"messages[{place}]: the role must be one of {', '.join(ROLES)}, got {role!r:.80}.")
     plain: dict[str, Any] = {"role": "system" if message["role"] == "developer" else message["role"]}
     plain["content"] = plain_text(message.get("content"), f"messages[{place}]")
+    for key in ("function_call", "audio"):
+        if message.get(key) is not None:
+            raise bad(f"messages[{place}]: '{key}' is not supported; calls are sent as 'tool_calls'.", "unsupported_content")
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             plain[key] = str(message[key])
@@ -276,8 +285,8 @@ def plain_text(content: object, where: str) -> str:
 def plain_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
     """A tool call for templates."""
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # malformed arguments are kept as the model wrote them
-            arguments = json.loads(arguments)
+        with contextlib.suppress(HttpProblem):  # malformed arguments are kept as the model wrote them
+            arguments = parse_object(b'{"arguments":%b}' % arguments.encode())["arguments"]
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
 
 

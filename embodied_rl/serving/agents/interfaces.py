@@ -280,8 +280,9 @@ class ChatCompletions(Interface):
         tools = body.get("tools")
         if not tools or body.get("tool_choice") == "none":
             return None
-        if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-            raise bad("'tools' must be a list of objects with a 'function'.")
+        functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
+        if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+            raise bad("'tools' must be a list of objects with a 'function' that has a 'name'.")
         return tuple(tools)
 
 

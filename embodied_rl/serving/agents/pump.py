@@ -83,15 +83,17 @@ class BackendPump:
         future.add_done_callback(lambda _: arriving.put(None))
         self._put(_Asked(replace(request, request_id=number), future, arriving if enough is not None else None))
         abort: Callable[[TokenBackend], None] = lambda backend: backend.abort([number])  # noqa: E731
-        aborted = False
+        aborted, looked_s = False, time.monotonic()
         try:
             while True:
+                if not aborted and time.monotonic() - looked_s >= _LOOK_S:
+                    looked_s = time.monotonic()
+                    if gone():
+                        aborted = True
+                        self.call(abort)
                 try:
                     tokens = arriving.get(timeout=_LOOK_S)
                 except queue.Empty:
-                    if not aborted and gone():
-                        aborted = True
-                        self.call(abort)
                     continue
                 if tokens is None:
                     break
