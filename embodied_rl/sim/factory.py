@@ -164,7 +164,12 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
                 f"{type(made).__name__} takes num_envs and has a SimSpec, but is not a SimEnv: write `class "
                 f"{type(made).__name__}(SimEnv)`, from embodied_rl.sim.env import SimEnv."
             )
-        return _adapter("VectorEnvSim")(made)
+        sim = _adapter("VectorEnvSim")(made)
+        if made.num_envs != num_envs:
+            raise UserError(
+                f"The vector environment of '{called(factory)}' has {made.num_envs} environments, and {num_envs} were asked for."
+            )
+        return sim
     envs = [factory(**kwargs) for _ in range(num_envs)]
     return _adapter("GymnasiumSim")(envs, task=task)
 

@@ -206,7 +206,9 @@ class GymnasiumSim(SimEnv):
     def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
         self.envs = list(envs)
         first = self.envs[0]
-        _check_kind(first)
+        if not isinstance(first, gymnasium.Env):
+            raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(first).__name__}.")
+        _check_spaces(first, "observation_space", "action_space")
         shared: dict[str, bytes] = {}
         self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
         self._random = [PrivateRandom() for _ in self.envs]
@@ -265,16 +267,13 @@ class GymnasiumSim(SimEnv):
         except (ValueError, TypeError) as error:
             if not _is_ours(error):
                 raise
-            raise self._wrong_shape(error, "A step") from error
+            raise _unlike(self.spec.task, "A step", error) from error
 
     def _put(self, out: StepBuffers, i: int, observation: Any, what: str) -> None:
         try:
             self._write(out.observation, i, observation)
         except ValueError as error:
-            raise self._wrong_shape(error, what) from error
-
-    def _wrong_shape(self, error: Exception, what: str) -> WrongShapeError:
-        return WrongShapeError(f"{what} of '{self.spec.task}' is not what its spaces and gymnasium ask for: {brief(error).rstrip('.')}.")
+            raise _unlike(self.spec.task, what, error) from error
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         # Plain tasks take about 20 µs per step, so this loop avoids every call and look-up.
@@ -356,11 +355,13 @@ class GymnasiumSim(SimEnv):
         return key, draws
 
 
-def _check_kind(env: gymnasium.Env) -> None:
-    """Raise UserError for what only looks like a `gymnasium.Env`: of an older gym, or with spaces for several agents."""
-    if not isinstance(env, gymnasium.Env):
-        raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(env).__name__}.")
-    for name in ("observation_space", "action_space"):
+def _unlike(task: str, what: str, error: Exception) -> WrongShapeError:
+    return WrongShapeError(f"{what} of '{task}' is not what its spaces and gymnasium ask for: {brief(error).rstrip('.')}.")
+
+
+def _check_spaces(env: gymnasium.Env | VectorEnv, *names: str) -> None:
+    """Raise UserError for spaces of an older gym, or for several agents."""
+    for name in names:
         space = getattr(env, name, None)
         if not isinstance(space, gymnasium.Space):
             raise UserError(f"{type(env).__name__}.{name} must be a gymnasium.Space, got {space!r:.80}.")
@@ -410,13 +411,13 @@ class VectorEnvSim(SimEnv):
             raise UserError(
                 f"A simulator factory that takes num_envs must return a SimEnv or a gymnasium.vector.VectorEnv, got {type(env).__name__}."
             )
+        _check_spaces(env, "single_observation_space", "single_action_space")
         if spaces.action_splits(env.single_action_space):
             raise UserError(f"Action space {env.single_action_space} of a vector environment cannot be adapted; Box and Discrete can.")
         _disable_autoreset(env)
         self.env = env
         parts = spaces.observation_parts(env.single_observation_space)
-        _, info = env.reset(seed=0)
-        self._success_key = self._probe(info)
+        self._success_key = self._probe()
         spec = _spec_of(env, env.single_observation_space, env.single_action_space, task)
         self.spec = replace(spec, reports_success=self._success_key is not None, snapshots="none", steps_together=True)
         self._write = spaces.row_writer(parts)
@@ -434,18 +435,33 @@ class VectorEnvSim(SimEnv):
             passed["reset_mask"] = chosen
         observation, _ = self.env.reset(seed=asked, options=passed or None)
         self._over &= ~chosen
-        for i in env_ids:
-            self._write(out.observation, i, spaces.row_of(observation, i))
+        try:
+            for i in env_ids:
+                self._write(out.observation, i, spaces.row_of(observation, i))
+        except (ValueError, TypeError, LookupError) as error:
+            raise _unlike(self.spec.task, "The first observation", error) from error
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if self._over.any():  # in the middle of a chunk: what they do until the worker resets them is not read
             self.env.reset(options={"reset_mask": self._over})
         order = np.argsort(np.asarray(env_ids))
         rows = self._to_action(actions[order])
-        observation, reward, terminated, truncated, info = self.env.step(np.asarray(rows))
-        out.reward[:], out.terminated[:], out.truncated[:] = reward, terminated, truncated
-        self._over = np.logical_or(terminated, truncated)
-        out.success[:] = False if self._success_key is None else np.asarray(info.get(self._success_key, False), bool)
+        answer = self.env.step(np.asarray(rows))
+        try:
+            self._put(answer, out)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _unlike(self.spec.task, "A step", error) from error
+
+    def _put(self, answer: tuple[Any, ...], out: StepBuffers) -> None:
+        observation, reward, terminated, truncated, info = answer
+        never: np.ndarray = np.zeros(self.env.num_envs, bool)
+        success = never if self._success_key is None else info.get(self._success_key, never)
+        for name, given in (("reward", reward), ("terminated", terminated), ("truncated", truncated), ("success", success)):
+            column = np.asarray(given)
+            if column.shape != never.shape:
+                raise ValueError(f"{name} has the shape {column.shape}, not {never.shape}")
+            vars(out)[name][:] = column
+        self._over = out.terminated | out.truncated
         for i in range(self.env.num_envs):
             self._write(out.observation, i, spaces.row_of(observation, i))
             out.info[i] = spaces.info_row(info, i)
@@ -461,9 +477,11 @@ class VectorEnvSim(SimEnv):
     def close(self) -> None:
         self.env.close()
 
-    def _probe(self, reset_info: Mapping[str, Any]) -> str | None:
+    def _probe(self) -> str | None:
+        _, reset_info = _parts_of(self.env.reset(seed=0), "reset", "observation, info")
         self.env.action_space.seed(0)
-        *_, step_info = self.env.step(self.env.action_space.sample())
+        answer = self.env.step(self.env.action_space.sample())
+        *_, step_info = _parts_of(answer, "step", "observation, reward, terminated, truncated, info")
         return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
 
 

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.factory import SimFactory, adapt
@@ -313,6 +313,50 @@ def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:
     env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point")
     with pytest.raises(UserError, match=r"resets automatically.*Disabled.*vectorization_mode='sync'"):
         VectorEnvSim(env)
+
+
+class OddBatch(VectorEnv):
+    """Three environments; the second step answers with `then`."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012
+    single_observation_space, single_action_space = spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (1,))
+    action_space = spaces.Box(-1, 1, (3, 1))
+    num_envs = 3
+
+    def __init__(self, **then: Any) -> None:
+        self.then, self.t = then, 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.t = 0
+        return np.zeros((3, 2)), {}
+
+    def step(self, actions: Any) -> Any:
+        self.t += 1
+        no: np.ndarray = np.zeros(3, bool)
+        good = {"observation": np.zeros((3, 2)), "reward": np.zeros(3), "terminated": no, "truncated": no, "info": {"success": no}}
+        return tuple((good | self.then if self.t == 2 else good).values())
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("observation", np.zeros((1, 2)), "index 1 is out of bounds"),
+        ("observation", np.zeros((3, 1)), r"'state' has the shape \(1,\), not \(2,\)"),
+        ("reward", np.ones(1), r"reward has the shape \(1,\), not \(3,\)"),
+        ("truncated", True, r"truncated has the shape \(\), not \(3,\)"),
+        ("info", {"success": np.array([True])}, "success has the shape"),
+        ("info", None, "no attribute"),
+    ],
+)
+def test_a_batch_that_is_not_as_declared_is_named(part: str, value: Any, words: str) -> None:
+    sim = VectorEnvSim(OddBatch(**{part: value}))
+    out = StepBuffers.allocate(sim.spec, 3)
+    sim.reset([0, 1, 2], [0, 1, 2], out)
+    sim.step([0, 1, 2], np.zeros((3, 1)), out)
+    with pytest.raises(WrongShapeError, match=f"A step of 'OddBatch' is not what its spaces .*{words}"):
+        sim.step([0, 1, 2], np.zeros((3, 1)), out)
+    with pytest.raises(UserError, match="has 3 environments, and 2 were asked for"):
+        adapt(lambda num_envs: OddBatch(), 2, None, {})
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])
