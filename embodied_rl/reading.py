@@ -42,18 +42,30 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def parse_json(data: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, in one short line: it is no JSON, or is nested too deeply."""
+def parse_json(data: str | bytes, *, finite: bool = False, depth: int = _MAX_JSON_DEPTH) -> Any:
+    """Parse JSON. `finite`: without NaN and infinite numbers, which JSON lacks and Python takes.
+    Raises ValueError, in one short line: it is no JSON, or lists and mappings are nested more than `depth` levels."""
     try:
-        found = json.loads(data)
+        found = json.loads(data, parse_constant=_no_constant, parse_float=_finite_float) if finite else json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no {error.encoding}: {error.reason} at byte {error.start}") from None
     except ValueError as error:
         raise ValueError(brief(error)) from None
-    require_shallow(found)
+    require_shallow(found, depth)
     return found
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is out of range for a number")
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
@@ -81,7 +93,7 @@ def require_shallow(value: object, depth: int = _MAX_JSON_DEPTH) -> None:
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return
-    raise ValueError("it is nested too deeply")
+    raise ValueError(f"it is nested too deeply, beyond {depth} levels")
 
 
 def _inside(value: object) -> Iterator[object]:

@@ -79,7 +79,7 @@ LOCAL = b"Host: 127.0.0.1"
         (posted(b'{"a": 1e999}'), 400, "out of range"),
         (posted(b'{"a": -Infinity}'), 400, "not a JSON number"),
         (posted(b'{"a": %s}' % (b"9" * 5000)), 400, "not JSON"),
-        (posted(b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64)), 400, "64 deep"),
+        (posted(b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64)), 400, "64 levels"),
         (posted(b"[" * 100_000), 400, "not JSON"),
         (posted(b'{"a": "\xff"}'), 400, "not JSON"),
         (posted(b"\xef\xbb\xbf{}"), 400, "BOM"),

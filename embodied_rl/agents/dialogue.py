@@ -39,8 +39,8 @@ def write_dialogues(path: Path, episodes: Sequence[AgentEpisode], decode: Decode
     counted = f"{len(ordered)} episodes: {failures} without success first, then {len(ordered) - failures} with success."
     parts = [f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{html.escape(title)}</h1>', f"<p>{counted}</p>", _legend()]
     parts += [_episode(number, episode, decode) for number, episode in enumerate(ordered, 1)]
-    write_atomic(path, "\n".join([*parts, "</body></html>\n"]))
-    return path
+    # Simulators and tools may send half of a surrogate pair.
+    return write_atomic(path, "\n".join([*parts, "</body></html>\n"]).encode("utf-8", "replace"))
 
 
 def _legend() -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from embodied_rl.reading import parse_json
 from embodied_rl.sim.text.answers import tagged
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -53,16 +54,16 @@ def _call(text: str, *, ended: bool) -> AnyCall:
     if not ended:
         return MalformedCall(f"the tool call is not closed by {_CLOSE}", text)
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text, finite=True)
+    except ValueError as error:
         return MalformedCall(f"the tool call is not JSON: {error}", text)
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
         return MalformedCall('a tool call must be an object {"name": …, "arguments": {…}}', text)
     arguments = found.get("arguments", {})
     if isinstance(arguments, str):  # OpenAI's interface puts them in a JSON text
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = parse_json(arguments or "{}", finite=True)
+        except ValueError as error:
             return MalformedCall(f"the arguments of {found['name']} are not JSON: {error}", text)
     if not isinstance(arguments, dict):
         return MalformedCall(f"the arguments of {found['name']} must be an object", text)

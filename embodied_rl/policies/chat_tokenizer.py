@@ -69,7 +69,8 @@ class ChatTokenizer:
         return int(found)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
-        """Token ids [n] int64 of a text; n may be 0."""
+        """Token ids [n] int64 of a text; n may be 0. Half of a surrogate pair, which tools and simulators may send, counts as "?"."""
+        text = text.encode("utf-8", "replace").decode()
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int64)
 
     def decode(self, token_ids: np.ndarray | Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -32,7 +32,7 @@ from embodied_rl import __version__
 from embodied_rl.bounds import Bounds
 from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import Limits, UserError, did_you_mean, in_short
-from embodied_rl.reading import require_shallow, yaml_text
+from embodied_rl.reading import parse_json, yaml_text
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -123,27 +123,12 @@ def parse_body(data: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
 def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object. Raises HttpProblem 400 for anything else: NaN, infinite numbers, nesting beyond `DEEPEST`."""
     try:
-        found = json.loads(data.decode(), parse_constant=_no_constant, parse_float=_finite_float)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(data.decode(), finite=True, depth=DEEPEST)
+    except ValueError as error:
         raise HttpProblem(400, "bad_request", f"The body is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise HttpProblem(400, "bad_request", f"The body must be a JSON object, got {type(found).__name__}.")
-    try:
-        require_shallow(found, DEEPEST)
-    except ValueError:
-        raise HttpProblem(400, "bad_request", f"The body has lists and objects nested more than {DEEPEST} deep.") from None
     return found
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:40]} is out of range for a number")
-    return value
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 _IDLE_CONNECTION_S = 75.0

@@ -39,14 +39,14 @@ def test_a_page_tells_observations_answers_scores_and_outcomes(tmp_path: Path) -
     ids = np.array([60, 98, 62])  # "<b>": text of a model must not become markup
     scores, version = np.array([-0.5, -1.25, 0.0], np.float32), np.zeros(3, np.int64)
     said = Turn("a <wall> & P", np.array([1]), ids, scores, version, "<b>", ValidAction("<b>"), 1.0, 1.0, Dropped(2, 9))
-    wrong = Turn("board", np.array([1]), ids[:1], scores[:1], version[:1], "<", InvalidAction("unknown_action", "<"), -0.1, 0.0)
+    wrong = Turn("board\ud83d", np.array([1]), ids[:1], scores[:1], version[:1], "<", InvalidAction("unknown_action", "<"), -0.1, 0.0)
     episode = make_episode([wrong, said], seed=77, success=True)
     path = write_dialogues(tmp_path / "d.html", [episode], lambda tokens: "".join(map(chr, tokens)), "Lake & more")
     reader = Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     assert reader.titles[:5] == ["-4.605", "-2.303", "-0.693", "-0.105", "0.000"], "the legend: logarithms of its probabilities"
     assert reader.titles[5:] == ["-0.500", "-0.500", "-1.250", "0.000"]
-    assert [text for tag, text in reader.texts if tag == "pre"] == ["board", "\x01", "a <wall> & P", "\x01", "end"]
+    assert [text for tag, text in reader.texts if tag == "pre"] == ["board?", "\x01", "a <wall> & P", "\x01", "end"]
     assert [text for tag, text in reader.texts if tag == "summary"] == ["Prompt: 1 tokens"] * 2
     told = "".join(text for _, text in reader.texts)
     assert "Episode 1: success, return 1, 2 turns, seed 77" in told

@@ -48,6 +48,9 @@ def test_calls_are_read(answer: str, calls: tuple[AnyCall, ...]) -> None:
         ('<tool_call>{"name": "x", "arguments": "{"}</tool_call>', "the arguments of x are not JSON"),
         ('<tool_call>{"name": "x", "arguments": [1]}</tool_call>', "the arguments of x must be an object"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
+        ("<tool_call>" + '{"name": "x", "arguments": {"a": %s}}' % ("[" * 300 + "]" * 300) + "</tool_call>", "nested too deeply"),
+        ('<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>', "NaN is not a JSON number"),
+        ('<tool_call>{"name": "x", "arguments": "{\\"a\\": 1e999}"}</tool_call>', "out of range for a number"),
     ],
 )
 def test_calls_that_cannot_be_read_say_why(answer: str, reason: str) -> None:

@@ -140,6 +140,7 @@ def test_text_comes_back_as_it_was(folder: Path) -> None:
     tokenizer = ChatTokenizer.read(folder)
     for text in ("go left", "  two  spaces ,and\nlines ", "Grüße, 世界 🤖", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("half a pair: \ud83d")) == "half a pair: ?"
     # A frequent word is one token; any other is its bytes.
     assert len(tokenizer.encode(" left")) == 1
     assert len(tokenizer.encode("世")) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.reading import parse_json
 
 
 class ToolError(Exception):
@@ -123,8 +123,8 @@ class Toolbox:
 def _object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = parse_json(arguments or "{}", finite=True)
+        except ValueError as error:
             raise ToolError(f"the arguments are not JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         raise ToolError(f"the arguments must be an object, got {type(arguments).__name__}")

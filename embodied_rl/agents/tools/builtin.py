@@ -180,7 +180,8 @@ class PythonTool:
         if ended.stopped:
             raise ToolError(f"the program was stopped: {ended.stopped}\n{output}".rstrip())
         if status != 0:
-            how = f"was killed by {signal.Signals(status - 128).name}" if status > 128 else f"ended with status {status}"
+            signals = {128 + number: number.name for number in signal.Signals}
+            how = f"was killed by {signals[status]}" if status in signals else f"ended with status {status}"
             raise ToolError(f"the program {how}\n{output}".rstrip())
         return output
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.serving.http_server import HttpProblem, parse_object
+from embodied_rl.reading import parse_json
+from embodied_rl.serving.http_server import HttpProblem
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -39,9 +40,9 @@ def sampled_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 
 def _sampled_call(text: str) -> dict[str, Any] | None:
     try:
-        found = parse_object(text.encode())
+        found = parse_json(text, finite=True)
         name, arguments = found["name"], found.get("arguments", {})
-    except (HttpProblem, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     if not isinstance(name, str):
         return None
@@ -285,8 +286,8 @@ def plain_text(content: object, where: str) -> str:
 def plain_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
     """A tool call for templates."""
     if isinstance(arguments, str):
-        with contextlib.suppress(HttpProblem):  # malformed arguments are kept as the model wrote them
-            arguments = parse_object(b'{"arguments":%b}' % arguments.encode())["arguments"]
+        with contextlib.suppress(ValueError):  # malformed arguments are kept as the model wrote them
+            arguments = parse_json(arguments, finite=True)
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
 
 
