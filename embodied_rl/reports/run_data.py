@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,6 +230,9 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 def _dump(path: Path) -> dict[str, Any]:
     """The trainer's dump of NaN or infinity, read without unpickling."""
     try:
+        with zipfile.ZipFile(path) as packed:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in packed.infolist()):
+                raise ValueError("it is compressed, as no dump is, and could fill the memory")
         with np.load(path, allow_pickle=False) as arrays:
             context = dict(json.loads(bytes(arrays["context_json"]))) if "context_json" in arrays else {}
             found = [_array(name, arrays[name]) for name in arrays.files if name != "context_json"]

@@ -316,7 +316,8 @@ def _tiles_of_many(runs: Sequence[RunData]) -> list[str]:
     for group in grouped(runs):
         finished = [run.results for run in group.runs if run.results]
         name = f"{group.label}: " if group.label else ""
-        count = f"{len(finished)} of {len(group.runs)} runs finished" if len(finished) < len(group.runs) else f"{len(finished)} seeds"
+        whole = len(finished) == len(group.runs)
+        count = f"{len(finished)} seed{'s' * (len(finished) > 1)}" if whole else f"{len(finished)} of {len(group.runs)} runs finished"
         rates = [float(results["success"]) for results in finished if results.get("success") is not None]
         returns = [float(results["return_mean"]) for results in finished if results.get("return_mean") is not None]
         if rates:

@@ -145,10 +145,10 @@ def test_light_and_dark_can_be_switched(browser: Browser, single: Path) -> None:
 
 
 def test_a_narrow_window_is_enough(browser: Browser, several: Path) -> None:
-    browser.resize(400, 800)
+    browser.resize(340, 800)
     try:
         shown(browser, several)
-        assert browser.run("document.documentElement.scrollWidth") <= 400
+        assert browser.run("document.documentElement.scrollWidth") <= 340
     finally:
         browser.resize(WIDTH, HEIGHT)
 

@@ -149,12 +149,14 @@ def test_failures_are_told_with_their_cause(tmp_path: Path) -> None:
     assert ("fault", pytest.approx(40 / 60)) in [(kind, minute) for minute, kind, _ in marks_of(data)]
 
 
-def test_a_pickle_in_a_dump_is_not_opened(tmp_path: Path) -> None:
+def test_a_pickle_or_a_bomb_in_a_dump_is_not_opened(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "failures").mkdir()
     np.savez(run / "failures" / "evil.npz", bad=np.array([{"a": 1}], dtype=object))
-    (dump,) = load_run(run).failures
-    assert "allow_pickle=False" in dump["problem"]
+    np.savez_compressed(run / "failures" / "small.npz", bomb=np.zeros(1000))
+    pickled, compressed = load_run(run).failures
+    assert "allow_pickle=False" in pickled["problem"]
+    assert "it is compressed, as no dump is" in compressed["problem"]
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
