@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 import embodied_rl
 from embodied_rl.errors import UserError
@@ -84,7 +85,9 @@ def test_an_env_class_is_learned_and_its_policy_plays_as_the_run_was_evaluated(t
 
 
 def test_a_gymnasium_id_is_a_simulator_and_its_card_shows_lines_that_run(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
     run = embodied_rl.learn("CartPole-v1", total_steps=256, run_dir=tmp_path / "run", overrides=SETTINGS)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers are its own"
     first = run.results["episodes"][0]
     policy = embodied_rl.load_policy(run.checkpoint)
     assert played(gymnasium.make("CartPole-v1"), policy, first["seed"]) == (first["return"], first["length"])

@@ -291,6 +291,14 @@ def test_a_resumed_plot_continues_the_curve_of_the_metrics_file(tmp_path: Path) 
     group.close()
 
 
+def test_the_curves_of_a_long_run_take_no_more_memory(tmp_path: Path) -> None:
+    plot = PlotLogger(tmp_path)
+    for step in range(20_000):
+        plot.log(step, {"episode/success": step / 1e6, **({"eval/success": 0.5} if step % 10_000 == 0 else {})})
+    assert plot._curves["episode/success"][0] == list(range(0, 20_000, 8))
+    assert plot._curves["eval/success"] == ([0, 10_000], [0.5, 0.5])
+
+
 def test_panels_put_training_and_held_out_together_and_losses_last() -> None:
     names = [
         "train/entropy",

@@ -231,10 +231,14 @@ def _run(
     from embodied_rl.reporting import remember_start, shows_progress
 
     with loading("libraries", shown=shows_progress(config)):
+        import torch
+
         from embodied_rl.roles.wire import RoleLost
         from embodied_rl.trainer import Trainer
 
-    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started, loggers=loggers) as trainer:
+    # The run's seed is not the caller's.
+    forked = torch.random.fork_rng(devices=[])
+    with forked, Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started, loggers=loggers) as trainer:
         try:
             trainer.run()
             trainer.loggers.training_ended()

@@ -100,6 +100,8 @@ _LAST_PANELS = (("Steps per second", ("speed/steps_per_s",)),)
 _SKIPPED_TRAIN = ("train/learning_rate",)
 _NUM_COLUMNS = 3
 _NUM_TRAIN_PANELS = 6
+_MOST_POINTS = 4096
+"""Points of a curve, of which a panel can show a tenth: a longer curve has every second point, then every fourth, and so on."""
 
 
 class PlotLogger(Logger):
@@ -110,6 +112,8 @@ class PlotLogger(Logger):
     ) -> None:
         self.path = run_dir / CURVES_FILE
         self._curves: dict[str, Curve] = defaultdict(lambda: ([], []))
+        self._logged: dict[str, int] = defaultdict(int)
+        self._every: dict[str, int] = defaultdict(lambda: 1)
         self._interval_s, self._clock = interval_s, clock
         if resume_step is not None and (run_dir / METRICS_FILE).is_file():
             for row in read_metrics(run_dir):
@@ -133,10 +137,16 @@ class PlotLogger(Logger):
 
     def _add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in derived(metrics).items():
-            if math.isfinite(value):
-                steps, values = self._curves[name]
+            if not math.isfinite(value):
+                continue
+            steps, values = self._curves[name]
+            if self._logged[name] % self._every[name] == 0:
                 steps.append(step)
                 values.append(value)
+            self._logged[name] += 1
+            if len(steps) > _MOST_POINTS:
+                del steps[1::2], values[1::2]
+                self._every[name] *= 2
 
 
 def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
