@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -411,6 +412,7 @@ def join(store: str | Store, rank: int, num_ranks: int, device: torch.device, ti
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    uncaught = sys.excepthook
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store if isinstance(store, Store) else open_store(store, num_ranks, timeout_s),
@@ -418,3 +420,5 @@ def join(store: str | Store, rank: int, num_ranks: int, device: torch.device, ti
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+    if rank == 0:
+        sys.excepthook = uncaught  # torch's prints "[rank0]:" before every line, also for the caller when the ranks are gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ def test_two_ranks_train_as_one_process_and_go_on_from_its_state() -> None:
 
 
 def test_one_rank_is_the_plain_learner_and_bfloat16_is_near() -> None:
-    alone = make_policy()
+    uncaught, alone = sys.excepthook, make_policy()
     batch = make_batch(alone, ROWS)
     wanted = update(rollout_learner(alone, CONFIG, allow_fused=False), batch, 0, 5, 0)
     for precision, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
@@ -133,6 +134,7 @@ def test_one_rank_is_the_plain_learner_and_bfloat16_is_near() -> None:
         assert (found["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=1e-6)) == (precision == "float32")
         for name, parameter in parameters(alone).items():
             torch.testing.assert_close(parameters(policy)[name], parameter, rtol=0, atol=1e-5 if precision == "float32" else 5e-3)
+    assert sys.excepthook is uncaught
 
 
 def test_offloading_to_the_host_changes_nothing_on_a_processor() -> None:
