@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -94,7 +93,7 @@ def make(task: str, num_envs: int, **kwargs: Any) -> GymnasiumSim:
     For ``package:Task-v0`` the package is imported first, which registers the task.
 
     Raises:
-        UserError: the id is not registered, the task rejects `kwargs`, or it has spaces that cannot be adapted.
+        UserError: the id is not registered, or the task has spaces that cannot be adapted.
         MissingExtraError: the task's own packages are missing.
     """
     task = find_spec(task).id
@@ -134,10 +133,6 @@ def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
         return gymnasium.make(env_spec.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise MissingExtraError(f"Gymnasium task '{task}'", extra, error) from error
-    except TypeError as error:
-        if "unexpected keyword" not in str(error):
-            raise
-        raise UserError(f"Gymnasium task '{task}' rejects its arguments {sorted(kwargs)}: {error}") from error
 
 
 def _render_modes(entry_point: EnvCreator | str | None) -> list[str]:
@@ -222,6 +217,7 @@ class GymnasiumSim(SimEnv):
         self._to_action = spaces.action_converter(first.action_space)
         found = [on_demand(env) for env in self.envs]
         self._on_demand: list[ObservesOnDemand] = [hook for hook in found if hook is not None] if None not in found else []
+        self._observing = True
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         # Every reset of gymnasium does what "reconfigure" requests, and tasks may reject options that they do not know.
@@ -234,18 +230,16 @@ class GymnasiumSim(SimEnv):
             self._put(out, i, observation, "The first observation")
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        if not self._on_demand:
-            return self.step(env_ids, actions, out)
-        key = self._success_key
-        for i, action in zip(env_ids, self._to_action(actions), strict=True):
-            self._on_demand[i].set_observing(False)
-            try:
-                with self._random[i].active() if self._draws_while_stepping else nullcontext():
-                    _, out.reward[i], out.terminated[i], out.truncated[i], info = self._steps[i](action)
-            finally:
-                self._on_demand[i].set_observing(True)
-            out.info[i], out.success[i] = info, key is not None and bool(info.get(key, False))
-        return None
+        hooks = [self._on_demand[i] for i in env_ids] if self._on_demand else []
+        for hook in hooks:
+            hook.set_observing(False)
+        self._observing = not hooks
+        try:
+            self.step(env_ids, actions, out)
+        finally:
+            self._observing = True
+            for hook in hooks:
+                hook.set_observing(True)
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         if self._on_demand:
@@ -278,10 +272,11 @@ class GymnasiumSim(SimEnv):
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         # Plain tasks take about 20 µs per step, so this loop avoids every call and look-up.
         reward, terminated, truncated, success, infos = out.reward, out.terminated, out.truncated, out.success, out.info
-        steps, key, write, observation = self._steps, self._success_key, self._write, out.observation
+        steps, key, write, observation, observing = self._steps, self._success_key, self._write, out.observation, self._observing
         for i, action in zip(env_ids, self._to_action(actions), strict=True):
             new, reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
-            write(observation, i, new)
+            if observing:
+                write(observation, i, new)
             success[i] = False if key is None else bool(infos[i].get(key, False))  # type: ignore[union-attr]
 
     def render(self, env_id: int) -> np.ndarray:

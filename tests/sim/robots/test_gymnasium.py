@@ -242,8 +242,8 @@ def test_the_package_that_an_id_names_is_imported_first(tmp_path: Path, monkeypa
 
 
 def test_unknown_argument_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"'CartPole-v1' rejects its arguments .*lenght"):
-        adapter.make("CartPole-v1", 1, lenght=2)
+    with pytest.raises(UserError, match=r"'CartPole-v1' cannot be made with {'lenght': 2}: .*unexpected keyword argument 'lenght'"):
+        SimFactory("embodied_rl.sim.robots.gymnasium:make", "CartPole-v1", {"lenght": 2}).make(1)
 
 
 def test_a_task_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
