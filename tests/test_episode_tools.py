@@ -233,9 +233,10 @@ def test_split_by_outcome_and_by_task(native: Path, tmp_path: Path, capsys: pyte
         with pytest.raises(UserError, match="names=x,y needs fractions=…: by=task names the folders itself"):
             parts_of(recording, None, "x,y", "task", 0)
     # Names of other programs: none leads out of the output, and none is another's.
-    tasks = [make_episode(STATE, seed, 2, task=task) for seed, task in enumerate(["..", "a/b", "a_b", ""])]
+    tasks = [make_episode(STATE, seed, 2, task=task) for seed, task in enumerate(["..", "a/b", "a_b", "", "a/b_3", "漢" * 300])]
     with record(tmp_path / "names", info_of(STATE), tasks) as recording:
-        assert parts_of(recording, None, None, "task", 0) == {"task": [3], "task_2": [0], "a_b": [1], "a_b_4": [2]}
+        found = {"task": [3], "task_2": [0], "a_b": [1], "a_b_2": [2], "a_b_3": [4], "漢" * 60: [5]}
+        assert parts_of(recording, None, None, "task", 0) == found
     silent = replace(STATE, reports_success=False)
     with (
         record(tmp_path / "silent", info_of(silent), [make_episode(silent, 0, 2)]) as recording,

@@ -395,6 +395,10 @@ def parts_of(recording: Recording, fractions: str | None, names: str | None, by:
     return found
 
 
+_NAME_LETTERS = 60
+"""Letters of a folder's name: at four bytes each, file systems take some more."""
+
+
 def _labels(recording: Recording, by: str) -> list[str]:
     if by == "success":
         if not recording.spec.reports_success:
@@ -402,9 +406,10 @@ def _labels(recording: Recording, by: str) -> list[str]:
         return ["success" if once else "failure" for once in recording.success_once]
     folders: dict[str, str] = {}
     for task in sorted({str(task) for task in recording.tasks}):
-        # A task's name may come from another program's file; ".." would be the folder around the output.
-        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in task).lstrip(".") or "task"
-        folders[task] = name if name not in folders.values() else f"{name}_{len(folders) + 1}"
+        # A task's name may come from another program's file: ".." would be the folder around the output, a sentence too long for a folder.
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in task).lstrip(".")[:_NAME_LETTERS] or "task"
+        names = (name, *(f"{name}_{number}" for number in range(2, len(folders) + 2)))
+        folders[task] = next(free for free in names if free not in folders.values())
     return [folders[str(task)] for task in recording.tasks]
 
 

@@ -206,7 +206,7 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
         raise RecordingError(f"Seed {entry['seed']} does not fit into 64 bits.")
     try:
         return json.dumps(entry, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RecordingError(f"Metadata of the episode of seed {entry['seed']} must hold what JSON can: {error}.") from error
 
 

@@ -201,7 +201,7 @@ def encode_row(column: Column, value: Value) -> bytes:
     if column.encoding == "json":
         try:
             return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RecordingError(f"Field '{column.name}' must hold what JSON can: {error}.") from error
     if column.encoding == "png":
         return encode_png(np.asarray(value))

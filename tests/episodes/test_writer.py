@@ -207,6 +207,9 @@ def test_an_encoder_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_does_not_fit_is_refused_with_its_field(tmp_path: Path) -> None:
     nan = np.array([0, np.nan, 0, 0], np.float32)
     state = make_episode().observation["state"]
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
     cases = [
         (make_episode(reward=nan), r"Field 'reward' holds nan in row 1"),
         (make_episode(value=nan + np.inf), r"Field 'value' holds"),
@@ -216,6 +219,7 @@ def test_what_does_not_fit_is_refused_with_its_field(tmp_path: Path) -> None:
         (make_episode(images={"front": np.zeros((5, 20, 20), np.uint8)}), r"Field 'images.front' must hold pictures"),
         (make_episode(metadata={"x": {1, 2}}), r"Metadata of the episode of seed 0 must hold what JSON can"),
         (make_episode(metadata={"x": float("nan")}), r"Metadata of the episode of seed 0"),
+        (make_episode(metadata={"x": deep}), r"Metadata of the episode of seed 0 must hold what JSON can: maximum recursion depth"),
         (make_episode(seed=2**64), r"Seed 18446744073709551616 does not fit into 64 bits"),
     ]
     with RecordingWriter(tmp_path / "r", info_of()) as writer:
