@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.reading import parse_json
 
 
 class ToolError(Exception):
@@ -82,8 +81,8 @@ class Toolbox:
             for tool in self._tools.values()
         ]
 
-    def call(self, name: str, arguments: Mapping[str, Any] | str) -> ToolResult:
-        """Call a tool; arguments are an object, or its JSON."""
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool."""
         tool = self._tools.get(name)
         if tool is None:
             with self._lock:
@@ -91,7 +90,7 @@ class Toolbox:
             return ToolResult(f"error: there is no tool '{name}'.{did_you_mean(name, self._tools)}", failed=True)
         started = time.monotonic()
         try:
-            result = ToolResult(self._shortened(tool.run(_object(arguments))), failed=False)
+            result = ToolResult(self._shortened(tool.run(arguments)), failed=False)
         except ToolError as error:
             result = ToolResult(self._shortened(f"error: {error}"), failed=True)
         with self._lock:
@@ -118,17 +117,6 @@ class Toolbox:
             return text
         half = self._max_chars // 2
         return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-
-
-def _object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments or "{}", finite=True)
-        except ValueError as error:
-            raise ToolError(f"the arguments are not JSON: {error}") from None
-    if not isinstance(arguments, Mapping):
-        raise ToolError(f"the arguments must be an object, got {type(arguments).__name__}")
-    return arguments
 
 
 def argument(arguments: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:

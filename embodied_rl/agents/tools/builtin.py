@@ -19,7 +19,7 @@ from embodied_rl.agents.tools.base import Tool, Toolbox, ToolError, argument, te
 from embodied_rl.agents.tools.mcp import McpServer
 from embodied_rl.config.agent import ToolsConfig
 from embodied_rl.sandbox.box import PythonLimits, protection, run_program
-from embodied_rl.sim.text.search_qa import Bm25, Document, read_corpus, words
+from embodied_rl.sim.text.search_qa import Bm25, read_corpus
 
 Number = int | float
 
@@ -118,9 +118,6 @@ def _bounded(value: Number) -> Number:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ToolError("an intermediate value is too large")
     return value
-
-
-__all__ = ["Bm25", "Document", "Search", "read_corpus", "words"]
 
 
 class Search:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -131,7 +132,7 @@ class OpenAIOpponent(Opponent):
                 reason = f"status {error.code}: {error.read(300).decode('utf-8', 'replace')}"
                 if error.code < 500 and error.code != 429:
                     break
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
             time.sleep(_WAIT_S * 2**attempt if attempt + 1 < _TRIES else 0.0)
         raise ConnectionError(f"The opponent at {self._url} does not answer: {reason}")

@@ -195,13 +195,17 @@ def test_opponents_by_kind() -> None:
 
 @contextmanager
 def chat_server(statuses: list[int]) -> Iterator[tuple[str, list[Any]]]:
-    """Answers with these statuses in turn, the last one for ever; what was asked is kept."""
+    """Answers with these statuses in turn, the last one for ever, and 0 with no HTTP; what was asked is kept."""
     asked: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append((self.headers.get("Authorization"), json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
             status = statuses[min(len(asked), len(statuses)) - 1]
+            if status == 0:
+                self.wfile.write(b"no answer of HTTP\r\n")
+                self.close_connection = True
+                return
             body = json.dumps({"choices": [{"message": {"content": "[3]"}}]} if status == 200 else {"error": "busy"}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -225,11 +229,11 @@ def chat_server(statuses: list[int]) -> Iterator[tuple[str, list[Any]]]:
 def test_a_model_behind_a_server_as_opponent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opponents, "_WAIT_S", 0.01)
     monkeypatch.setenv("MY_KEY", "sk-1")
-    with chat_server([503, 200]) as (url, asked):
+    with chat_server([503, 0, 200]) as (url, asked):
         player = opponents.make_opponent("openai", {"base_url": url, "model": "m", "api_key_env": "MY_KEY"})
         assert player.act("your move") == "[3]"
-    assert [key for key, _ in asked] == ["Bearer sk-1"] * 2
-    assert asked[1][1]["messages"] == [{"role": "user", "content": "your move"}]
+    assert [key for key, _ in asked] == ["Bearer sk-1"] * 3
+    assert asked[2][1]["messages"] == [{"role": "user", "content": "your move"}]
     with chat_server([400]) as (url, asked), pytest.raises(ConnectionError, match="status 400"):
         opponents.make_opponent("openai", {"base_url": url, "model": "m"}).act("x")
     assert len(asked) == 1, "what is wrong is not asked again"
