@@ -46,7 +46,6 @@ _DISCOUNT: dict[str, Any] = {"options": ("gamma",), "required_options": ("gamma"
 _MASK = ("mask",)
 _GROUPED = "embodied_rl.algorithms.grouped"
 _OVER_TIME = "embodied_rl.algorithms.advantages"
-_SEGMENTS = "embodied_rl.algorithms.grouped"
 
 
 def _of_critic(name: str, function: str, summary: str, source: str, unit: Unit, **own: Any) -> AdvantageInfo:
@@ -173,7 +172,7 @@ _ADVANTAGES = (
     ),
     AdvantageInfo(
         "segment_returns",
-        f"{_SEGMENTS}:segment_returns",
+        f"{_GROUPED}:segment_returns",
         "G_k = r_k + gamma G_(k+1) over the turns of a row, shared by a turn's tokens",
         "Wang et al. 2025 (ROLL), arXiv:2506.06122",
         inputs=("reward", "mask"),
@@ -184,7 +183,7 @@ _ADVANTAGES = (
     ),
     AdvantageInfo(
         "ipa",
-        f"{_SEGMENTS}:chunk_returns",
+        f"{_GROUPED}:chunk_returns",
         "G_k = gamma^(distance to the last chunk) · R_final, shared by a chunk's tokens",
         "Wang et al. 2025 (ROME), arXiv:2512.24873",
         inputs=("score", "mask"),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
+from embodied_rl.algorithms.aggregation import masked_mean, visible_entries
 from embodied_rl.algorithms.filters import follow
 from embodied_rl.algorithms.grouped import group_statistics
 from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
@@ -88,19 +88,6 @@ class ReturnNormalizer:
         self.carried: np.ndarray | None = None
         """[N] float64 discounted return of each slot's running episode."""
 
-    @property
-    def mean(self) -> float:
-        return self.moments.mean
-
-    @property
-    def var(self) -> float:
-        """Biased variance (divided by the count)."""
-        return self.moments.var
-
-    @property
-    def count(self) -> float:
-        return self.moments.count
-
     def __call__(
         self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None, *, steps: np.ndarray | None = None
     ) -> np.ndarray:
@@ -121,7 +108,7 @@ class ReturnNormalizer:
 
     def divided(self, reward: np.ndarray) -> np.ndarray:
         """Divide rewards by the statistics so far and clip them, in the same type."""
-        return np.clip(reward / np.sqrt(self.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
+        return np.clip(reward / np.sqrt(self.moments.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
 
     def restart_episodes(self) -> None:
         """Clear the returns of running episodes; keep the statistics."""
@@ -275,8 +262,6 @@ def kl_in_reward(
     coefficient: float,
     mask: Tensor | None = None,
     counted: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """reward - coefficient · KL estimate, entry by entry (Ziegler et al. 2019, arXiv:1909.08593).
 
@@ -288,11 +273,11 @@ def kl_in_reward(
         coefficient: >= 0; `kl.KlCoefficient` may control it.
         counted: entries of the means; None: those of `mask`.
 
-    Returns rewards, and ``kl`` and ``kl_penalty``, their means by `aggregation`.
+    Returns rewards, and ``kl`` and ``kl_penalty``, their means.
     """
     _require_not_negative("coefficient", coefficient)
     visible, estimate = visible_entries(mask, reward=reward, kl=kl.detach())
-    mean = aggregation.mean(estimate, mask if counted is None else counted, denominator)
+    mean = masked_mean(estimate, mask if counted is None else counted)
     return (visible - coefficient * estimate).to(reward.dtype), {"kl": mean, "kl_penalty": coefficient * mean}
 
 

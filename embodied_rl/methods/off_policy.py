@@ -56,7 +56,7 @@ class CriticSteps(StoredSteps):
         memory_mb = self.config.algorithm.recorded.memory_mb
         self.recorded = EpisodeDataset(demonstrations.load(), self.spec, options, seed=self.seed, memory_mb=memory_mb)
         normalizer = self._rewards.reward_normalizer
-        if normalizer is not None and normalizer.count == 0:
+        if normalizer is not None and normalizer.moments.count == 0:
             for reward, over in self.recorded.rewards():
                 normalizer.fold(reward, over)
 

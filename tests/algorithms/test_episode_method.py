@@ -143,8 +143,8 @@ def test_what_is_measured_of_a_batch_leaves_out_greedy_episodes() -> None:
     method = EpisodeMethod(replace(CONFIG, advantage="remax", kl=kl, normalize_reward=True))
     method.prepare(batch, zeros, divergence)
     assert method.reward_normalizer is not None
-    assert method.reward_normalizer.count == 3
-    assert method.reward_normalizer.var == pytest.approx(np.var([4.0, -1 + 0.5 * 4, -0.5]))
+    assert method.reward_normalizer.moments.count == 3
+    assert method.reward_normalizer.moments.var == pytest.approx(np.var([4.0, -1 + 0.5 * 4, -0.5]))
 
 
 @pytest.mark.parametrize("kinds", [("none", "batch"), ("batch", "batch"), ("group", "batch"), ("group", "group"), ("running", "running")])
@@ -238,7 +238,7 @@ def test_rewards_are_divided_by_the_spread_of_discounted_returns() -> None:
     other = EpisodeMethod(config)
     other.load_state_dict(method.state_dict())
     assert other.reward_normalizer is not None
-    assert other.reward_normalizer.count == len(returns)
+    assert other.reward_normalizer.moments.count == len(returns)
 
 
 def test_episodes_that_were_cut_off_may_earn_nothing_or_not_be_learned_from() -> None:
@@ -343,6 +343,6 @@ def test_the_steps_of_chunks_have_advantages_of_their_own() -> None:
     # Returns of chunks: 4, and 3 + 0.5·4; 8. Their deviation divides every step.
     assert method.reward_normalizer is not None
     spread = float(np.std([3.0, 5.5, 8.0]))
-    assert method.reward_normalizer.var == pytest.approx(spread**2)
+    assert method.reward_normalizer.moments.var == pytest.approx(spread**2)
     expected = torch.tensor([[1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4, 0], [3 + 0.5 * 5, 5, 0, 0]]) / spread
     torch.testing.assert_close(divided.advantage, expected)

@@ -77,7 +77,7 @@ def test_rewards_are_normalised_before_advantages() -> None:
     algorithm = PPO(replace(CONFIG, normalize_reward=True, normalize_advantage="none", reward_clip=1e9))
     batch = algorithm.prepare(rollout, values)
     assert algorithm.reward_normalizer is not None
-    scaled = rollout.reward / np.sqrt(algorithm.reward_normalizer.var + 1e-8)
+    scaled = rollout.reward / np.sqrt(algorithm.reward_normalizer.moments.var + 1e-8)
     np.testing.assert_allclose(batch.returns.numpy().reshape(5, 3), estimate(rollout, values, scaled.astype(np.float32))[1], atol=1e-5)
 
 

@@ -27,7 +27,7 @@ def test_equals_a_loop_over_all_rollouts() -> None:
             running = running * 0.9 + reward[t]
             seen.extend(running.tolist())
             running[done[t]] = 0.0
-        assert normalizer.var == pytest.approx(np.var(seen), rel=1e-10)
+        assert normalizer.moments.var == pytest.approx(np.var(seen), rel=1e-10)
         expected = np.clip(reward / np.sqrt(np.var(seen) + 1e-8), -2.0, 2.0)
         np.testing.assert_allclose(normalised, expected, rtol=1e-5)
         assert normalised.dtype == np.float32
@@ -59,7 +59,7 @@ def test_statistics_are_those_of_gymnasium() -> None:
     normalizer = ReturnNormalizer(gamma=0.95)
     normalizer(np.arange(1.0, 51.0)[:, None], np.zeros((50, 1), bool))
     # gymnasium starts from a pseudo-count of 1e-4, hence the tolerance.
-    assert normalizer.var == pytest.approx(float(wrapped.return_rms.var), rel=1e-3)
+    assert normalizer.moments.var == pytest.approx(float(wrapped.return_rms.var), rel=1e-3)
 
 
 def test_state_survives_json_exactly() -> None:
@@ -75,12 +75,12 @@ def test_state_survives_json_exactly() -> None:
 def test_restart_forgets_running_returns_alone() -> None:
     normalizer = ReturnNormalizer(gamma=1.0)
     normalizer(np.full((5, 1), 2.0), np.zeros((5, 1), bool))
-    count = normalizer.count
+    count = normalizer.moments.count
     normalizer.restart_episodes()
     normalizer(np.full((1, 1), 2.0), np.zeros((1, 1), bool))
     assert normalizer.carried is not None
     assert normalizer.carried.tolist() == [2.0]
-    assert normalizer.count == count + 1
+    assert normalizer.moments.count == count + 1
 
 
 # --- statistics of batches and groups --------------------------------------------------------------------------------

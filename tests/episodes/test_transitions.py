@@ -172,12 +172,12 @@ def test_steps_of_chunks_are_counted_one_by_one_as_recorded_ones_are() -> None:
     normalizer = ReturnNormalizer(0.5)
     normalizer.fold(*rewards_of_steps(chunks_of_two(), SeenRewards()))
     returns = [1, 2.5, 5.25, 10.625, 10, 25, 52.5]
-    assert (normalizer.count, normalizer.mean, normalizer.var) == pytest.approx((7, np.mean(returns), np.var(returns)))
+    assert vars(normalizer.moments) == pytest.approx({"count": 7, "mean": np.mean(returns), "var": np.var(returns)})
     assert normalizer.carried is not None
     assert normalizer.carried.tolist() == [10.625, 0]
     by_success = ReturnNormalizer(0.5)
     by_success.fold(*rewards_of_steps(chunks_of_two(), SeenRewards("success")))
-    assert (by_success.count, by_success.mean) == pytest.approx((6, 1 / 6))
+    assert (by_success.moments.count, by_success.moments.mean) == pytest.approx((6, 1 / 6))
     reward, over, mask = rewards_of_steps(make_rollout(), SeenRewards())
     assert mask is None
     assert reward.tolist() == [[1, 10], [2, 20], [4, 40]]
