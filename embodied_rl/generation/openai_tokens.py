@@ -25,6 +25,7 @@ import httpx
 from embodied_rl.errors import UserError
 from embodied_rl.generation import tokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.reading import parse_json
 from embodied_rl.stopping import waiting
 
 # ---- one request: streaming, retries with back-off, rate limits, and a typed result -----------------------------------
@@ -121,8 +122,9 @@ async def ask(
             failed = FailedAttemptError("timeout", f"No whole answer within {timeout_s:g} s.")
         except httpx.TimeoutException as error:
             failed = FailedAttemptError("timeout", f"The server does not answer ({type(error).__name__}).")
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            failed = FailedAttemptError("connection", f"{client.base_url}: {_short(str(error)) or type(error).__name__}")
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            kind: tokens.FailureKind = "bad_response" if isinstance(error, httpx.DecodingError) else "connection"
+            failed = FailedAttemptError(kind, f"{client.base_url}: {_short(str(error)) or type(error).__name__}")
         except FailedAttemptError as error:
             failed = error
         patience = failed.retry_after_s
@@ -165,7 +167,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         raise FailedAttemptError("bad_response", f"The answer is not JSON: '{_short(text)}'", status=200) from None
     if not isinstance(found, dict):
@@ -186,14 +188,20 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
     try:
         message = choice.get("delta") or choice.get("message") or {}
         reply.text += choice.get("text") or message.get("content") or ""
-        reply.token_ids += [int(token) for token in choice.get("token_ids") or ()]
+        reply.token_ids += [_token_id(token) for token in choice.get("token_ids") or ()]
         reply.log_prob += _log_probs(choice.get("logprobs") or {})
         reason = choice.get("finish_reason")
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise FailedAttemptError("bad_response", f"A choice is malformed ({error}): '{_short(json.dumps(choice))}'", status=200) from None
     if reason is not None:
         # A filter or a tool call: the server ended the answer.
         reply.finish_reason = _FINISHED.get(str(reason), "stop")
+
+
+def _token_id(value: object) -> int:
+    if type(value) is int and 0 <= value < 2**31:
+        return value
+    raise ValueError(f"{value!r:.40} is not a token id")
 
 
 def _log_probs(found: dict[str, Any]) -> list[float]:
@@ -206,7 +214,7 @@ def _log_probs(found: dict[str, Any]) -> list[float]:
 def _refusal(response: httpx.Response) -> FailedAttemptError:
     status = response.status_code
     try:
-        message = _message(response.json())
+        message = _message(parse_json(response.content))
     except ValueError:
         message = response.text
     text = f"HTTP {status}: {_short(message) or response.reason_phrase}"
@@ -232,7 +240,8 @@ def retry_after_s(header: str | None) -> float | None:
             moment = email.utils.parsedate_to_datetime(header)
         except ValueError:
             return None
-        seconds = (moment - datetime.now(UTC)).total_seconds()
+        # "-0000" is UTC, too, and Python leaves it out.
+        seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return max(seconds, 0.0) if seconds == seconds else None
 
 

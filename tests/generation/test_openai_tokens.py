@@ -240,6 +240,11 @@ BAD: dict[str, tuple[Callable[[Exchange], None], str, int | None]] = {
         "bad_response",
         200,
     ),
+    "a number that is no id": (says('data: {"choices": [{"token_ids": [1e999]}]}\n\n'), "bad_response", 200),
+    "an id beyond all": (says(f'data: {{"choices": [{{"token_ids": [{2**70}]}}]}}\n\n'), "bad_response", 200),
+    "nested without end": (says("data: " + "[" * 100_000 + "\n\n"), "bad_response", 200),
+    "a refusal nested without end": (lambda exchange: exchange.answer(500, "[" * 100_000), "server_error", 500),
+    "no gzip": (lambda exchange: exchange.answer(200, "this is no gzip", {"Content-Encoding": "gzip"}), "bad_response", None),
     "an empty stream": (says(""), "bad_response", 200),
     "no end": (ends_early, "bad_response", 200),
     "an error in the stream": (says('data: {"error": {"message": "out of memory"}}\n\n'), "server_error", 200),
@@ -352,6 +357,7 @@ def test_retry_after_by_hand() -> None:
     assert left is not None
     assert 29 - (time.time() - begun) <= left <= 30
     assert retry_after_s(email.utils.formatdate(time.time() - 30, usegmt=True)) == 0.0
+    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 -0000") == 0.0
 
 
 def test_waits_double_up_to_the_limit() -> None:
