@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 
 def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
-    """Map a parquet file. Raises ValueError if it claims more rows than its bytes can contain, and pyarrow's errors."""
-    size = path.stat().st_size
-    file = parquet.ParquetFile(path, memory_map=True)
-    groups = file.metadata
+    """Map a parquet file; texts and bytes are read as dictionaries.
+    Raises ValueError if it claims more rows than its bytes can contain, and pyarrow's errors."""
+    size, groups = path.stat().st_size, parquet.read_metadata(path, memory_map=True)
+    columns = [groups.schema.column(number) for number in range(len(groups.schema))]
+    shared = [column.path for column in columns if column.physical_type == "BYTE_ARRAY" and not column.max_repetition_level]
+    file = parquet.ParquetFile(path, metadata=groups, memory_map=True, read_dictionary=shared)
     # Columns with the same value in every row take almost no space.
     unpacked = [8 * groups.num_rows, *(groups.row_group(number).total_byte_size for number in range(groups.num_row_groups))]
     if max(unpacked) > max(SMALL_BYTES, MAX_RATIO * size):
@@ -85,6 +87,24 @@ class DataFile:
         self._file.close()
 
 
+def _distinct(column: pa.ChunkedArray, read: Callable[[Any], Any]) -> Iterator[Any]:
+    """A column's texts, or the bytes of its files, each `read`; equal ones are one object, as they take no space in the file either."""
+    import pyarrow as pa
+
+    for chunk in column.chunks:
+        values = chunk.field("bytes") if isinstance(chunk, pa.StructArray) else chunk
+        places = values if isinstance(values, pa.DictionaryArray) else values.dictionary_encode()
+        known = {place: read(places.dictionary[place].as_py()) for place in places.indices.unique().drop_null().to_pylist()}
+        yield from map(known.get, places.indices.to_pylist())
+
+
+def _kind(rows: pa.Array | pa.ChunkedArray) -> pa.DataType:
+    """Type of a column's values."""
+    import pyarrow as pa
+
+    return rows.type.value_type if isinstance(rows.type, pa.DictionaryType) else rows.type
+
+
 class Rows:
     """Some columns of an episode."""
 
@@ -100,12 +120,11 @@ class Rows:
             raise self._damaged(name, f"has no value in {column.null_count} rows")
         try:
             if storage == "image":
-                return np.fromiter((value["bytes"] if isinstance(value, dict) else value for value in column.to_pylist()), object)
+                return np.fromiter(_distinct(column, lambda value: value), object)
             if storage in ("text", "json"):
-                values = column.to_pylist()
-                if any(not isinstance(value, str) for value in values):
+                if not (pa.types.is_string(kind := _kind(column)) or pa.types.is_large_string(kind)):
                     raise self._damaged(name, "must hold text")
-                return np.fromiter(values if storage == "text" else map(json.loads, values), object)
+                return np.fromiter(_distinct(column, str if storage == "text" else json.loads), object)
             rows = column.combine_chunks()
             return self._numbers(name, rows.chunk(0) if isinstance(rows, pa.ChunkedArray) else rows, dtype, shape)
         except RecordingError:
@@ -128,7 +147,7 @@ class Rows:
         if tuple(levels) != (() if shape in ((), (1,)) and not levels else shape):
             raise self._damaged(name, f"has rows of {levels or 'single numbers'} instead of {list(shape)}")
         if rows.null_count or not (pa.types.is_integer(rows.type) or pa.types.is_floating(rows.type) or pa.types.is_boolean(rows.type)):
-            raise self._damaged(name, f"must hold numbers, holds {rows.type} with {rows.null_count} gaps")
+            raise self._damaged(name, f"must hold numbers, holds {_kind(rows)} with {rows.null_count} gaps")
         return rows.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(count, *shape)
 
     def _damaged(self, field: str, what: str) -> ValueError:

@@ -24,7 +24,7 @@ from embodied_rl.episodes.pictures import VideoWriter
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
 from embodied_rl.errors import MissingExtraError
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.formats import lerobot_independent
 from tests.episodes.formats.samples import STATE, info_of, record, rich_episode
@@ -141,6 +141,19 @@ def test_a_first_episode_of_one_step_begins_a_video_and_grey_pictures_are_not_he
     with open_recording(tmp_path / "there") as recording:
         assert validate(recording) == []
         assert recording.lengths.tolist() == [1, 1, 4]
+
+
+def test_a_text_of_every_step_is_in_memory_once(tmp_path: Path) -> None:
+    """As in the file, where the same text of thousands of steps takes no space."""
+    spec = SimSpec("Chat-v0", {"text": VariableSpec("text"), "note": VariableSpec("json")}, SPEC.action, control_hz=20)
+    rows = {"text": np.array(["the same"] * 3 + ["another"], object), "note": np.array([{"a": 1}] * 4, object)}
+    with record(tmp_path / "native", info_of(spec), [make_episode(spec, 0, 3, observation=rows)]) as source:
+        write_foreign(source, tmp_path / "there", "lerobot")
+    with open_recording(tmp_path / "there") as recording:
+        found = recording.episode(0).observation
+    assert found["text"].tolist() == ["the same"] * 4
+    assert len({id(text) for text in found["text"]}) == len({id(note) for note in found["note"]}) == 1
+    assert found["note"][0] == {"a": 1}
 
 
 def test_statistics_by_hand() -> None:
