@@ -71,6 +71,8 @@ Epochs = Annotated[int, Bounds(1, 1_000_000)]
 Tokens = Annotated[int, Bounds(1, 100_000_000)]
 Size = Annotated[int, Bounds(1, 1_000_000)]
 """Size of a layer, a vocabulary, a list: dimensions of arrays."""
+Members = Annotated[int, Bounds(2, 1_000_000)]
+"""Networks whose spread is an uncertainty."""
 Layers = Annotated[int, Bounds(1, 10_000)]
 Chunk = Annotated[int, Bounds(1, 10_000)]
 """Steps of an action chunk."""

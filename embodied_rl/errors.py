@@ -88,8 +88,9 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only if a name is near."""
     known = sorted(set(choices))
     asked = (name if isinstance(name, str) else shown(name))[:_WORD_CHARS]
-    near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
-    suggestion = f" Did you mean '{near[0]}'?" if near else ""
+    folded = {choice.casefold(): choice for choice in known}
+    near = difflib.get_close_matches(asked.casefold(), folded, n=1, cutoff=0.6)
+    suggestion = f" Did you mean '{folded[near[0]]}'?" if near else ""
     listing = ", ".join(known) if known else "(none)"
     if len(listing) > _LISTING_CHARS:
         nearest = sorted(difflib.get_close_matches(asked, known, n=6, cutoff=0.0))

@@ -209,8 +209,11 @@ def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, devic
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
     text = f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
-    unheard = config.stop_at_success is not None and not spec.reports_success
-    return f"{text} The task reports no success: stop_at_success has no effect." if unheard else text
+    if config.stop_at_success is not None and not spec.reports_success:
+        text += " The task reports no success: stop_at_success has no effect."
+    if spec.action.kind != "text" and spec.max_episode_steps is None and config.sim.max_episode_steps is None:
+        text += " It has no step limit: an episode lasts until the simulator ends it, or set sim.max_episode_steps."
+    return text
 
 
 def sweep_table(folders: Sequence[Path]) -> str:

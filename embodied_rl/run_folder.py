@@ -109,6 +109,14 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
     return RunFolder(run_dir, checkpoint, claim)
 
 
+def require_no_run(run_dir: Path) -> None:
+    """Raise UserError if a folder holds a run's checkpoints."""
+    from embodied_rl.checkpoint import find_last
+
+    if find_last(run_dir) is not None:
+        raise UserError(f"run_dir={run_dir} already has a run. Continue it with resume=auto, or choose another folder.")
+
+
 def replaced_keys(overrides: Sequence[str]) -> list[list[str]]:
     """Keys, split at dots, whose values on the command line replace a checkpoint's."""
     paths = [override.split("=", 1)[0].lstrip("+~").rpartition("@")[2].split(".") for override in overrides]  # sim@domains.arm.sim
@@ -188,12 +196,10 @@ def _checkpoint_of(config: TrainConfig, run_dir: Path, named: bool, overrides: S
 
 def _unused(run_dir: Path, named: bool) -> Path:
     """A folder for a new run: `run_dir`, or the next free name. Raises UserError if the user named the folder of a run."""
-    from embodied_rl.checkpoint import find_last
-
     if not _holds_files(run_dir):
         return run_dir
-    if named and find_last(run_dir) is not None:
-        raise UserError(f"run_dir={run_dir} already has a run. Continue it with resume=auto, or choose another folder.")
+    if named:
+        require_no_run(run_dir)
     free = next_free(run_dir)
     announce(f"{run_dir} is not empty; this run writes to {free}.")
     return free

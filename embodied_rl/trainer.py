@@ -37,6 +37,8 @@ from embodied_rl.types import EpisodeSummary
 
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
+_ENDLESS_STEPS = 1_000
+"""Steps of each slot without a single finished episode after which no evaluation begins."""
 _EPISODE = "episode."
 """Prefix of the names of running episodes in a checkpoint."""
 _PATIENCE_S, _PATIENCE_WITHIN_S = 5.0, 20.0
@@ -333,6 +335,7 @@ class Trainer:
 
         If `max_minutes` ends first, fewer seeds are played. Simulators with `plays_itself` get as many as fit in the time left.
         """
+        self._require_ends()
         started, wanted, num_domains = time.perf_counter(), num_episodes, len(self._tasks)
         if self.manager.plays_itself and self.episode_s is not None and self.config.max_minutes is not None:
             left_s = 60 * self.config.max_minutes - self.wall_clock_s()
@@ -354,6 +357,17 @@ class Trainer:
             message = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {played}."
             self.loggers.message(message)
         return episodes
+
+    def _require_ends(self) -> None:
+        """Raise UserError if no episode would ever end: none has in a long training, and there is no step limit."""
+        config, many = self.config, self.steps >= _ENDLESS_STEPS * self.manager.num_slots
+        if not many or self.recent or config.domains or config.algorithm.learns_from_recordings:
+            return
+        if config.sim.max_episode_steps is None and self.spec.max_episode_steps is None:
+            raise UserError(
+                f"No episode of '{self.spec.task}' has ended in {self.steps:,} steps, so an evaluation would not end either. Set a step "
+                "limit, sim.max_episode_steps=…, here and in the next run."
+            )
 
     def save(self) -> Path:
         """Write a checkpoint of this moment (with `checkpoint.asynchronous`: begin to). Raises UserError if it cannot be written, or if the

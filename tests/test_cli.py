@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import warnings
@@ -70,6 +71,7 @@ def test_families_read_values_as_train_does() -> None:
         (["wall=a", "brush.size=3", "brush.size=4"], "'brush.size' is given twice"),
         (["wall="], "wall must have a value"),
         (["north"], "'north' is not of the form key=value"),
+        (["/proc"], "'/proc' is not of the form key=value. Type: wall=/proc. See --help"),
         (["wall=a", "brush.tip=[1"], r"The value of 'brush\.tip' cannot be read: '\[1'"),
     ],
 )
@@ -91,6 +93,10 @@ def test_a_folder_where_a_file_is_written_is_told_before_the_work(tmp_path: Path
         command.parse([f"output={tmp_path}"])
     with pytest.raises(UserError, match=f"^into must be a folder, but {tmp_path}/there is a file"):
         command.parse([f"into={tmp_path}/there"])
+    with pytest.raises(UserError, match=f"^output: cannot write '{tmp_path}/there/new/x': {tmp_path}/there is not a folder"):
+        command.parse([f"output={tmp_path}/there/new/x"])
+    with pytest.raises(UserError, match=r"^into: cannot write '/proc/sys/x': /proc/sys is not a folder that this user may write to\."):
+        command.parse(["into=/proc/sys/x"])
 
 
 def test_help_names_every_argument_default_and_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +258,7 @@ def test_long_messages_lose_their_middle_and_keep_what_is_wrong_and_how_to_mend_
     assert text.endswith("word  The end.")
     assert all(len(message) <= 400 for message in (listed, path, text, str(UserError("x" * 5000)), str(UserError("x " * 5000))))
     assert did_you_mean("simulator_8", ["a", "b"]) == " Known: a, b."
+    assert did_you_mean("CARTPOL", ["ant", "CartPole-v1"]) == " Did you mean 'CartPole-v1'? Known: CartPole-v1, ant."
     near = did_you_mean("simulator_7x", names)
     assert near.startswith(" Did you mean 'simulator_7'? Known: simulator_")
     assert near.endswith(", … (200 in all).")
@@ -265,6 +272,25 @@ def test_help_without_a_command_of_its_own_fits_a_terminal_of_80_columns(monkeyp
     monkeypatch.setenv("COLUMNS", "80")
     for text in (catalog.usage(), episode_tools.usage()):
         assert [line for line in text.splitlines() if len(line) > 80 and "python -m" not in line] == []
+
+
+def test_a_reader_that_leaves_and_streams_that_are_closed_cost_only_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = []
+
+    def body() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            print("x" * 100_000, file=stream, flush=True)
+            print("unread", file=stream, flush=True)
+        done.append(True)
+
+    with open(writing, "w", encoding="ascii") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", None)
+        run_command(body)
+        sys.stderr.close()
+    assert done == [True]
 
 
 def test_nothing_is_collected_while_libraries_load_and_at_a_commands_end() -> None:

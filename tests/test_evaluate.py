@@ -24,6 +24,7 @@ from embodied_rl.config import load_sim_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.rollout import evaluation
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -290,9 +291,9 @@ def test_a_damaged_checkpoint_is_one_line(
 
 
 def test_figures_are_shown_even_if_the_file_cannot_be_written(cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "out.csv").mkdir()  # in the way
     with pytest.raises(SystemExit) as stopped:
-        main([f"checkpoint={cartpole}/checkpoints/last", "num_episodes=2", f"output={tmp_path / 'file' / 'out.json'}"])
+        main([f"checkpoint={cartpole}/checkpoints/last", "num_episodes=2", f"output={tmp_path / 'out.json'}"])
     out, err = capsys.readouterr()
     assert stopped.value.code == 2
     assert "2 held-out seeds 0 … 1" in out
@@ -461,13 +462,16 @@ def test_each_task_of_a_multi_task_simulator_has_its_row(tmp_path: Path, capsys:
         assert [row["task"] for row in csv.DictReader(file)] == [row["task"] for row in document["episodes"]]
 
 
-def test_an_evaluation_that_is_ended_keeps_the_seeds_up_to_the_first_unplayed_one() -> None:
+def test_an_evaluation_that_is_ended_keeps_the_seeds_up_to_the_first_unplayed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = load_sim_config("pendulum")
     with EnvManager.from_config(dataclasses.replace(sim, num_workers=1), EpisodeSeeds.held_out(0), num_slots=3) as manager:
         player = NoisyGenerator(RandomGenerator(manager.spec), manager.spec, 0)
         asked = itertools.count()
         cut = evaluate(manager, player, 8, is_over=lambda: next(asked) >= 250)  # episodes have 200 steps
         none = evaluate(manager, player, 8, is_over=lambda: True)
+        monkeypatch.setattr(evaluation, "_MOST_DECISIONS", 150)
+        with pytest.raises(UserError, match=r"'Pendulum-v1' has not ended in 150 decisions\. Set a step limit: sim\.max_episode_steps"):
+            evaluate(manager, player, 8)
     assert [episode.seed - 2**30 for episode in cut] == [0, 1, 2]
     assert [episode.length for episode in cut] == [200, 200, 200]
     assert none == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import embodied_rl
+from embodied_rl import trainer
 from embodied_rl.errors import UserError
 from tests.short_run import QUICK
 
@@ -74,6 +75,7 @@ def test_an_env_class_is_learned_and_its_policy_plays_as_the_run_was_evaluated(t
     for wrong, message in (
         (np.zeros(3), r"'state' must be \[2\] or \[n, …\], got \[3\]\. Expected: \{'state': \[2\] float32\}, or a batch"),
         ({"position": rows}, r"The observation lacks 'state'; it has position\."),
+        ([[0.0, 1.0], [2.0]], r"'state' must be an array, got \[\[0\.0, 1\.0\], \[2\.0\]\]\."),
         (np.array(["a", "b"]), r"'state' must have dtype float32, got <U1"),
     ):
         with pytest.raises(UserError, match=message):
@@ -105,14 +107,31 @@ def test_a_gymnasium_id_is_a_simulator_and_its_card_shows_lines_that_run(tmp_pat
 def test_the_script_of_the_readme_runs_with_its_own_class(tmp_path: Path) -> None:
     (env,) = re.findall(r"```python\n# my_package/my_module.py\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     (use,) = re.findall(r"```python\n(import embodied_rl\n.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    quick = f", overrides={[*SETTINGS, 'sim.max_episode_steps=20']}, run_dir='my run')"
-    script = env + use.replace(")", quick, 1).replace("20_000", "256")
+    limit = '["sim.max_episode_steps=100"]'
+    assert use.count(limit) == 1, "without a step limit no episode of this class ends"
+    script = env + use.replace(limit, f"[*{SETTINGS}, *{limit}], run_dir='my run'").replace("20_000", "256")
     (tmp_path / "script.py").write_text(script + "print(action, run.path)\n", encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[[-\d.e]+\] my run$", done.stdout.rstrip())
     (module,) = (tmp_path / "my run" / "source").glob("docking_*.py")
     assert "class Docking(gymnasium.Env):" in module.read_text(encoding="utf-8")
+
+
+class Endless(Docking):
+    """No episode ends."""
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return self.state.copy(), 0.0, False, False, {}
+
+
+def test_a_task_whose_episodes_never_end_is_not_evaluated_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_ENDLESS_STEPS", 32)
+    with pytest.raises(UserError, match=r"^No episode of 'Endless' has ended in 256 steps, .* Set a step limit, sim\.max_episode_steps=…"):
+        embodied_rl.learn(Endless, total_steps=256, run_dir=tmp_path / "run", overrides=SETTINGS)
+    assert (tmp_path / "run/checkpoints/step_000000256/state.json").is_file()
+    run = embodied_rl.Run(tmp_path / "run")
+    assert run.metrics["step"].tolist() == [256.0]
 
 
 def test_what_cannot_be_sent_to_a_process_is_one_line(tmp_path: Path) -> None:
@@ -125,10 +144,14 @@ def test_what_cannot_be_sent_to_a_process_is_one_line(tmp_path: Path) -> None:
     for made in (Docking(), functools.partial(Docking)):
         with pytest.raises(UserError, match=r"sim must be a name, a class or a function, got .*Docking"):
             embodied_rl.learn(made, run_dir=tmp_path / "run")
+    for overrides in ("sim.num_slots=4", {"sim.num_slots": 4}, ["sim.num_slots", 4]):
+        with pytest.raises(UserError, match=r"^overrides must be a list of 'key=value', got "):
+            embodied_rl.learn(Docking, run_dir=tmp_path / "run", overrides=overrides)  # type: ignore[arg-type]
     script = "import embodied_rl\nlock = __import__('threading').Lock()\nclass Env:\n    def step(self, action):\n        return lock\n"
-    (tmp_path / "script.py").write_text(script + "embodied_rl.learn(Env)\n", encoding="utf-8")
+    script += "class WithoutMethods(Env):\n    size = 3\n"
+    (tmp_path / "script.py").write_text(script + "embodied_rl.learn(WithoutMethods)\n", encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert "UserError: 'Env' uses 'lock', a lock, which no other process can get. Write it into a file" in done.stderr
+    assert "UserError: 'WithoutMethods' uses 'lock', a lock, which no other process can get. Write it into a file" in done.stderr
 
 
 def test_importing_the_package_brings_nothing_heavy() -> None:

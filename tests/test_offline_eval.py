@@ -199,6 +199,7 @@ MISTAKES = [
     (["reward_range=1,0"], r"two finite numbers, the smaller one first"),
     (["reward_range=0,0.5"], r"reward_range=0,0.5 is wrong"),
     (["fqe.num_stepz=3"], r"'fqe.num_stepz' is not known. Did you mean 'num_steps'\?"),
+    (["fqe.num_members=1"], r"fqe.num_members must be between 2 and 1,000,000, got 1"),
     (["fqe.num_steps=0"], r"fqe.num_steps must be between 1 and 1,000,000, got 0"),
     (["task=lime"], r"task 'lime'.*Did you mean 'line'\?"),
     (["target=best"], r"target=best is not a choice"),

@@ -83,6 +83,8 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["~sim"], "removes a key that a run needs"),
         (["seed=${nothing}"], "refers to a value that does not exist"),
         (["+seed=5"], "remove the '+'"),
+        (["+experiment=cartpole"], "'experiment' is in the configuration already. Type: experiment=cartpole"),
+        (["resume=true"], "write resume=auto"),
         (
             ["sim=cartpole", "seed=1", "sim=fetch_reach"],
             "'sim' is given twice: 'cartpole' and 'fetch_reach'. Remove one. For a run with each",
@@ -146,4 +148,12 @@ def test_a_sweep_is_refused_before_its_first_run_begins(tmp_path: Path) -> None:
     done = run_forked("embodied_rl.train", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(r"error: algorithm.minibatch_size .*\n", done.stderr)
+    assert not (tmp_path / "run").exists()
+
+    done = run_forked("embodied_rl.train", "-m", "sim=cartpole", "seed=1,2", "run_dir=run", cwd=tmp_path)
+    assert (done.returncode, done.stderr[:62]) == (2, "error: run_dir=run is the folder of several runs of this sweep")
+    (tmp_path / "old/checkpoints/step_000000001").mkdir(parents=True)
+    (tmp_path / "old/checkpoints/step_000000001/state.json").write_text("{}")
+    done = run_forked("embodied_rl.train", "-m", "sim=cartpole", "run_dir=run,old", cwd=tmp_path)
+    assert (done.returncode, done.stderr[:38]) == (2, "error: run_dir=old already has a run. ")
     assert not (tmp_path / "run").exists()

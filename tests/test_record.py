@@ -196,6 +196,8 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert sorted(path.name for path in (tmp_path / "recordings").iterdir()) == ["key_door-expert", "key_door-expert_2"]
     taken = f"output={tmp_path / 'recordings' / 'key_door-expert'}"
     assert "already has a recording. Continue it with resume=true" in one_line_error(main, [*argv, taken], capsys)
+    foreign = [*argv, f"output={tmp_path}"]
+    assert f"'{tmp_path}' holds other files (recordings). Choose another output=…." in one_line_error(main, foreign, capsys)
     other = ["sim=key_door", "policy=random", "num_episodes=1", "sim.max_episode_steps=5", taken, "resume=true"]
     assert "policy" in one_line_error(main, other, capsys)
 
@@ -210,6 +212,11 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (["sim=key_door", "sample=true"], "sample=true needs policy=checkpoint, got policy=expert"),
         (["sim=key_door", "policy=random", "expert=a:b"], "expert=a:b needs policy=expert, got policy=random"),
         (["sim=key_door", "expert=embodied_rl.sim:nothing"], "has no 'nothing'"),
+        (
+            ["sim=key_door", "expert=os:getcwd"],
+            "Expert 'os:getcwd' must make what is called with an observation and returns its action, got /",
+        ),
+        (["sim=cartpole", "policy=random", "only_success=true"], "Task 'CartPole-v1' reports no success: only_success=true would keep no"),
         (["sim=key_door", "num_episodes=0"], "num_episodes must be between 1"),
         (["sim=key_door", "max_seeds=5"], "max_seeds needs only_success=true"),
         (["sim=key_door", "only_success=true", "max_seeds=5"], "max_seeds must be at least num_episodes (100), got 5"),
@@ -256,6 +263,6 @@ def test_usage_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_full_disk_is_one_line_where_attempts_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "attempts.jsonl").symlink_to("/dev/full")
-    argv = ["sim=key_door", "policy=random", "only_success=true", "num_episodes=1", "max_seeds=2", "sim.max_episode_steps=5"]
+    argv = ["sim=key_door", "policy=random", "only_success=true", "num_episodes=1", "max_seeds=2", "sim.max_episode_steps=5", "resume=true"]
     line = one_line_error(main, [*argv, f"output={tmp_path / 'r'}"], capsys)
     assert re.search(r"Cannot write '.*attempts\.jsonl': No space left on device\.", line)

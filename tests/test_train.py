@@ -178,7 +178,10 @@ MISTAKES = [
     (["algorithm.clip_hig=0.3"], "Did you mean 'clip_high'?"),
     (["algorithm.clip_high=wide"], "algorithm.clip_high must be a number, got 'wide'"),
     (["algorithm.gamma=1.5"], "algorithm.gamma must be between 0 and 1, got 1.5"),
-    (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task 'Pendulum-v1'. Known: state. Type: policy=mlp"),
+    (
+        ["policy=cnn"],
+        "policy.observation_key='rgb' is not an observation of task 'Pendulum-v1'. Known: state. policy=cnn reads images, which",
+    ),
     (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),
     (["sim.target=nowhere.at:all"], "No module named 'nowhere'"),
     (["run_dir=/proc/no"], "Cannot write '/proc/no'"),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.bounds import LearningRate, PositiveShare, Rows, Seed, Size
+from embodied_rl.bounds import LearningRate, Members, PositiveShare, Rows, Seed, Size
 from embodied_rl.config.building import Config
 from embodied_rl.memory import TRAINED, require_memory
 
@@ -81,7 +81,7 @@ class FittedQConfig(Config, place="fqe"):
 
     hidden_sizes: tuple[Size, ...] = (64, 64)
     """() is a linear Q: exact for one-hot features of choices."""
-    num_members: Size = 8
+    num_members: Members = 8
     """E; each member is fitted to its own resample of the episodes."""
     num_steps: Size = 6000
     """Most steps; fewer if the values settle earlier. The target network needs hundreds of its time constants (1 / `target_rate`) if

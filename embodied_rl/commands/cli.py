@@ -11,6 +11,7 @@ import functools
 import gc
 import glob
 import io
+import os
 import resource
 import shlex
 import shutil
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 from embodied_rl.bounds import Port, bounds_of
 from embodied_rl.errors import NonFiniteError, UserError, brief, did_you_mean, shown
@@ -122,6 +123,43 @@ def loading(title: str, *, shown: bool = True) -> Iterator[None]:
             gc.enable()
 
 
+class _Lasting(io.TextIOWrapper):
+    """Output that may lose its reader (``… | head``): the work goes on, and further text is dropped."""
+
+    def write(self, text: str, /) -> int:
+        with self._unread():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._unread():
+            super().flush()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+
+
+_replaced: list[TextIO] = []
+"""Streams that would close their files if they were collected as garbage."""
+
+
+def _lasting(stream: TextIO | None) -> TextIO:
+    """This stream without its errors: a terminal's encoding may lack letters that we print, files may hold halves of surrogate pairs, a
+    pipe may lose its reader, and a service may have no stream at all."""
+    if stream is None:
+        return Path(os.devnull).open("w", encoding="utf-8")
+    if type(stream) is not io.TextIOWrapper:  # a notebook's, or ours already
+        return stream
+    stream.flush()
+    _replaced.append(stream)
+    return _Lasting(stream.buffer, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
+
+
 _running: list[Callable[[], object]] = []
 """Bodies of commands that run in this process; empty: the process is a Python caller's."""
 
@@ -131,9 +169,7 @@ def run_command(body: Callable[[], object]) -> None:
 
     Our own warnings become one line without Python's file and source text.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal's encoding may lack letters that we print, and files may hold halves of surrogate pairs.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
     before, warnings.formatwarning = warnings.formatwarning, _format_warning
     _running.append(body)
     try:
@@ -144,9 +180,6 @@ def run_command(body: Callable[[], object]) -> None:
         fail("\n".join([str(error), *vars(error).get("__notes__", [])]), 1)
     except KeyboardInterrupt:
         fail("Interrupted.", 130)
-    except BrokenPipeError:
-        # `… | head`: the reader closed the pipe. Python would raise again when it flushes stdout at exit.
-        sys.stdout = None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _USERS_FILES and error.filename is not None:
             fail(f"{brief(error.filename)}: {error.strerror}.", 2)
@@ -241,7 +274,7 @@ class Written:
     kind: Literal["file", "folder"]
 
     def check(self, name: str, text: str) -> None:
-        """Raise UserError if a file is where a folder is to be written, or the reverse."""
+        """Raise UserError if a file is where a folder is to be written, or the reverse, or if nothing may be written there."""
         path = Path(text)
         if self.kind == "file" and path.is_dir():
             raise UserError(f"{name} must be a file, but {brief(text)} is a folder. Name a file in it: {name}={brief(path / 'NAME')}")
@@ -249,6 +282,10 @@ class Written:
             raise UserError(f"{name} must be a file, but {brief(text)} is a device or a pipe. Choose another name.")
         if self.kind == "folder" and path.exists() and not path.is_dir():
             raise UserError(f"{name} must be a folder, but {brief(text)} is a file. Choose another folder.")
+        folder = path.absolute() if self.kind == "folder" else path.absolute().parent
+        there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"{name}: cannot write '{brief(text)}': {there} is not a folder that this user may write to.")
 
 
 WrittenFile = Annotated[str, Written("file")]
@@ -341,7 +378,10 @@ class Command:
                     values[places.pop(0).name] = word
                 continue
             if not equals:
-                raise UserError(f"Argument '{word}' is not of the form key=value. {self._keys()} See --help.")
+                typed = (
+                    f"Type: {shlex.quote(f'{self.arguments[0].name}={word}')}." if Path(word).exists() and not self.paths else self._keys()
+                )
+                raise UserError(f"Argument '{word}' is not of the form key=value. {typed} See --help.")
             if given.setdefault(key, text) != text:
                 raise UserError(f"{shown(key)} is given twice: {shown(given[key])} and {shown(text)}. Remove one.")
             if any(key.startswith(prefix) and key != prefix for prefix in self.prefixes or {}):

@@ -426,14 +426,15 @@ def _tell(
     path: Path,
     document: Callable[[], Mapping[str, Any]],
 ) -> None:
-    # Print first: a file that cannot be written must not cost the figures.
-    by_task = output.task_table(names, results)
-    print_tables(*tables, *([] if by_task is None else [by_task]))
-    if len(results) == 1 and (shares := results[0].answers):
-        named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"Answers: {named}")
-    write_atomic(path, json.dumps(document(), indent=1) + "\n")
-    write_atomic(path.with_suffix(".csv"), output.episodes_csv(names, steps, results))
+    try:
+        write_atomic(path, json.dumps(document(), indent=1) + "\n")
+        write_atomic(path.with_suffix(".csv"), output.episodes_csv(names, steps, results))
+    finally:  # neither a file that cannot be written nor a reader that closes the pipe costs the figures
+        by_task = output.task_table(names, results)
+        print_tables(*tables, *([] if by_task is None else [by_task]))
+        if len(results) == 1 and (shares := results[0].answers):
+            named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+            print(f"Answers: {named}")
     seconds = sum(result.wall_clock_s for result in results)
     print(f"{seconds:.1f} s. Every episode: {path} and {path.with_suffix('.csv').name}")
 

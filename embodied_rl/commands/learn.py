@@ -11,6 +11,7 @@ import linecache
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -93,16 +94,20 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
 def _definition(thing: Callable[..., Any]) -> str:
     """Source of a class or function; for a notebook cell, from the lines that Python keeps for tracebacks."""
     code = thing.__code__ if inspect.isfunction(thing) else next(filter(None, map(_code_of, vars(thing).values())), None)
-    lines = linecache.getlines(code.co_filename) if code is not None else []
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:
-        tree = ast.parse("")
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == thing.__name__:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            return "".join(lines[first - 1 : node.end_lineno]).rstrip()
+    for file in [code.co_filename] if code is not None else _scripts():
+        lines = linecache.getlines(file)
+        with suppress(SyntaxError):
+            for node in ast.parse("".join(lines)).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == thing.__name__:
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    return "".join(lines[first - 1 : node.end_lineno]).rstrip()
     raise UserError(f"The source code of '{thing.__name__}' was not found. {_FIX}")
+
+
+def _scripts() -> list[str]:
+    """Where a class without methods may be defined: the running script, or a notebook's cells, the latest first."""
+    script = vars(sys.modules["__main__"]).get("__file__")
+    return [script] if script else [file for file in reversed(linecache.cache) if not Path(file).is_file()]
 
 
 def _code_of(member: object) -> CodeType | None:
@@ -149,7 +154,7 @@ class LoadedPolicy:
 
         Returns:
             [A] float32, or [n, A] for a batch; [K, A] and [n, K, A] from a policy with chunks of K > 1 steps; an int, or [n] int64,
-            for discrete actions; a str, or a list, from a language agent.
+            for discrete actions, counted from 0 (add a gymnasium space's `start`); a str, or a list, from a language agent.
 
         Raises UserError: a key is missing, or a shape or dtype kind differs; with the policy's expectation.
         """
@@ -196,7 +201,10 @@ class LoadedPolicy:
             if part.kind == "text" and (wrong := [row for row in rows if not isinstance(row, str)]):
                 raise UserError(f"{shown(key)} must be text, got {type(wrong[0]).__name__}. Expected: {self.expects}.")
             return np.fromiter(rows, object), None if rows and rows[0] is value else len(rows)
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of unequal lengths
+            raise UserError(f"{shown(key)} must be an array, got {shown(value)}. Expected: {self.expects}.") from None
         single = array.shape == part.shape
         if not single and array.shape[1:] != part.shape:
             raise UserError(f"{shown(key)} must be {list(part.shape)} or [n, …], got {list(array.shape)}. Expected: {self.expects}.")
@@ -302,6 +310,8 @@ def learn(
     if not isinstance(sim, str | type | FunctionType):
         raise UserError(f"sim must be a name, a class or a function, got {shown(sim)}: other processes can only make environments anew.")
     name = sim if isinstance(sim, str) else sim.__name__
+    if isinstance(overrides, str) or not all(isinstance(word, str) and "=" in word for word in overrides):
+        raise UserError(f"overrides must be a list of 'key=value', got {shown(overrides)}.")
     given = [word for word in overrides if not word.startswith("run_dir=")]
     if run_dir is None:
         stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name.rpartition(":")[2])

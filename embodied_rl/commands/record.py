@@ -19,7 +19,7 @@ from embodied_rl.episodes.folder import RECORDING_FILE
 from embodied_rl.episodes.layout import VIDEO_FORMATS, Films, VideoFormat, films_folder, keep_films
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, brief
 from embodied_rl.files import next_free
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.progress import progress_bar
@@ -149,6 +149,8 @@ def record(
     slots = min(sim.num_slots, plan.num_episodes)
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
         spec = plain_spec(manager.spec)
+        if plan.only_success and not spec.reports_success:
+            raise UserError(f"Task '{spec.task}' reports no success: only_success=true would keep no episode.")
         player, who = _player(policy, spec, sim, checkpoint=checkpoint, expert=target, sample=sample, noise_seed=plan.noise_seed)
         info = _info(spec, sim, who, plan, showing, command, checkpoint)
         films = None if videos is None else films_of(manager.spec, videos)
@@ -315,6 +317,8 @@ def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
     folder = Path(values["output"])
     if (folder / RECORDING_FILE).exists() and not values["resume"]:
         raise UserError(f"'{folder}' already has a recording. Continue it with resume=true, or choose another output=….")
+    if folder.is_dir() and not values["resume"] and (other := sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))):
+        raise UserError(f"'{folder}' holds other files ({brief(', '.join(other), 60)}). Choose another output=….")
     return folder
 
 

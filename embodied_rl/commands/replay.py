@@ -283,10 +283,11 @@ def main(argv: Sequence[str]) -> None:
             output=output,
             video=values["video"],
         )
-    # Print first: a file that cannot be written must not cost the figures.
-    print_tables(*tables(report))
     path = Path(values["report"]) if values["report"] else _beside(recording.path) / f"replay-{report.by}.json"
-    write_atomic(path, json.dumps(document_of(report, command_line("replay", argv)), indent=1, allow_nan=False) + "\n")
+    try:
+        write_atomic(path, json.dumps(document_of(report, command_line("replay", argv)), indent=1, allow_nan=False) + "\n")
+    finally:  # neither a file that cannot be written nor a reader that closes the pipe costs the figures
+        print_tables(*tables(report))
     print(f"{report.wall_clock_s:.1f} s. Every step: {path}")
     if report.rendered is not None:
         print(f"With pictures: {report.rendered}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.progress import run_clock, screen_lines, spoke
-from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
+from embodied_rl.run_folder import announce, find_run_folder, replaced_keys, require_no_run
 from embodied_rl.trust import code_names
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _hydra_main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text())
         return
-    arguments = check_overrides("train", sys.argv[1:], _check_rules)
+    arguments = check_overrides("train", sys.argv[1:], functools.partial(_check_run_of_sweep, folders=set()))
     add_installed_configs()
     add_resolvers()
     runs = runs_to_show(arguments)
@@ -113,13 +114,21 @@ def _hydra_main() -> None:
         _tell_sweep(_swept)
 
 
-def _check_rules(config: TrainConfig) -> None:
-    """Raise UserError for an invalid combination; each run of a sweep prints its own warnings."""
+def _check_run_of_sweep(config: TrainConfig, folders: set[str]) -> None:
+    """Raise UserError for an invalid combination, and for a folder that has a run or is among the `folders` of runs checked before.
+    Each run of a sweep prints its own warnings."""
     from embodied_rl.config.rules import resolve
 
+    named = any(word.startswith("run_dir=") for word in sys.argv[1:])
     if config.resume is None:  # otherwise the checkpoint's own configuration counts
+        if named:
+            require_no_run(Path(config.run_dir))
         with warnings.catch_warnings(action="ignore"):
             resolve(config)
+    if named and config.run_dir in folders:
+        fix = "name it by what differs, such as 'run_dir=runs/seed${seed}'"
+        raise UserError(f"run_dir={config.run_dir} is the folder of several runs of this sweep: {fix}.")
+    folders.add(config.run_dir)
 
 
 _swept: list[Path] = []

@@ -199,7 +199,7 @@ _OPEN = (
     *("domains.", "domains=", "generation.mix.", "generation.mix="),
 )
 
-_MOST_COMPOSED = 16
+_MOST_COMPOSED = 200
 """Runs of a sweep that are checked before the first starts."""
 _ABSENT = object()
 _MAIN_JOB = "experiment=maniskill_pushcube"
@@ -233,8 +233,12 @@ def _check_choices(overrides: Sequence[str]) -> None:
     """Raise UserError if a group of files is not given exactly one name: Hydra would take a list as several files merged in order, and a
     mapping as a value."""
     for override in overrides:
-        group, equals, value = override.partition("=")
+        group, equals, value = override.lstrip("+").partition("=")
         names = group_names(group) if re.fullmatch(r"\w+", group) else []
+        if names and override.startswith("+"):
+            raise UserError(f"{shown(override)}: '{group}' is in the configuration already. Type: {override.lstrip('+')}")
+        if override == "resume=true":
+            raise UserError("resume=true: write resume=auto for run_dir's run or the newest unfinished one, or name it with resume=FOLDER.")
         if group == "protocol" and value == "null":
             raise UserError("protocol=null: to leave out an experiment's protocol, type '~protocol' (in quotes).")
         if equals and names and (value in ("null", "true", "false") or not re.fullmatch(r"[A-Za-z_][\w.-]*", value)):
@@ -405,7 +409,7 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
         return _unknown_key(key.group(1), name, overrides)
     if "integer string conversion" in text:
         return f"{shown(max(overrides, key=len))} has too many digits to be read."
-    if twice := re.search(r"Multiple values for ([\w./-]+)", text):
+    if twice := re.search(r"Multiple values for ([\w./-]*\w)", text):
         return f"'{twice[1]}' is chosen twice. Give it one value."
     if there := re.search(r"An item is already at '([^']+)'", text):
         return f"'{there[1]}' is already in the configuration: remove the '+' before it."

@@ -694,8 +694,12 @@ def _find_methods(task: Run) -> None:
 def _find_teachers(task: Run) -> None:
     """Raise UserError for unreadable recordings, and for a task without the expert that must play it."""
     config = task.config
+    num_episodes = 0
     for path in config.recording:
-        open_recording(path).close()
+        with open_recording(path) as recording:
+            num_episodes += len(recording)
+    if config.recording and not num_episodes:
+        raise UserError(f"recording={', '.join(config.recording)} has no episodes. Record some: python -m embodied_rl.record.")
     training_sim(config)
     if task.algorithm.warm_start is not None and not task.speaks and not config.recording:
         expert_of(config)

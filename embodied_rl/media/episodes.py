@@ -53,7 +53,7 @@ class Selection:
         kind, colon, count = text.partition(":")
         require_known(kind, KINDS, f"select={text}: '{kind}' is not a choice.")
         shown = whole_number(count) if colon else num_shown or 4
-        if shown is None:
+        if not shown:
             raise UserError(f"select={text}: '{count}' is not a number of episodes; write for example select={kind}:4.")
         if num_shown not in (None, shown):
             raise UserError(f"select={text} and num_episodes={num_shown} contradict each other: leave out one of them.")

@@ -48,7 +48,7 @@ def _needs_expert(config: TrainConfig) -> bool:
 
 def expert_of(config: TrainConfig) -> str:
     """Target of the expert that a run learns from. Raises UserError if its task has none."""
-    return config.algorithm.recorded.expert or expert_target(config.sim)
+    return config.algorithm.recorded.expert or expert_target(config.sim, "algorithm.recorded.expert")
 
 
 class Demonstrations:

@@ -135,7 +135,7 @@ def make_random_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec
     """Agent that answers with one of the listed actions, all equally likely. Raises UserError if none are listed."""
     agent = make_agent(config, policy, spec)
     if not config.actions:
-        raise UserError("policy=random needs a list of actions, but agent.actions is empty (any text is allowed).")
+        raise UserError("policy=random needs a list of actions, and agent.actions is empty (any text): 'agent.actions=[up,down]'.")
     backend = RandomTokens(choices=[agent.answer_ids(action) for action in config.actions], seed=seed)
     return AgentGenerator(agent, backend, temperature=1.0, seed=seed)
 

@@ -201,16 +201,16 @@ def _keys_read(config: PolicyConfig, spec: SimSpec) -> tuple[str, ...]:
 def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
     key = config.observation_key
     if key not in spec.tensors:
-        if spec.action.kind == "text":
-            raise UserError(
-                f"Task '{spec.task}' is played in text, and policy.name='actor_critic' reads numbers. Type: "
-                "policy=language generation=tokens_torch algorithm=grpo"
-            )
+        if spec.action.kind == "text" or not spec.tensors:
+            fix = "policy=language generation=tokens_torch algorithm=grpo"
+            raise UserError(f"Task '{spec.task}' is played in text, and policy.name='actor_critic' reads numbers. Type: {fix}")
         parts = spec.tensors.items()
         read = {"mlp": [name for name, part in parts if len(part.shape) == 1], "cnn": [name for name, part in parts if part.is_picture]}
         own, (other, theirs) = read.pop(config.encoder), read.popitem()
         fix = f" Type: policy.observation_key={own[0]}" if own else f" Type: policy={other}" if theirs else ""
         known = did_you_mean(key, spec.tensors)
+        if config.encoder == "cnn" and not own:
+            known += " policy=cnn reads images, which are [H, W, 3] of uint8."
         raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{known}{fix}")
     part = spec.tensors[key]
     if config.encoder == "cnn" and not part.is_picture:
@@ -218,7 +218,7 @@ def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
             f"policy.encoder='cnn' reads images (uint8 [H, W, 3]), but observation '{key}' of task '{spec.task}' is "
             f"{part.dtype} {list(part.shape)}. Use policy.encoder=mlp, or an image: {_keys(spec, 3)}."
         )
-    if config.encoder == "mlp" and len(part.shape) != 1:
+    if config.encoder == "mlp" and (len(part.shape) != 1 or part.shape == (0,)):
         raise UserError(
             f"policy.encoder='mlp' reads vectors, but observation '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}. "
             f"Use policy.encoder=cnn for images, or a vector: {_keys(spec, 1)}."

@@ -9,11 +9,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, EpisodeSummary, Observation, StepBatch
 
+_MOST_DECISIONS = 1_000_000
+"""Decisions of an episode after which an evaluation gives up."""
 _NOISE = 0x6E6F6973
 """Constant that separates these random numbers from all others that derive from the same seeds."""
 Draw = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -163,6 +166,10 @@ def play_seeds(
         if outcome.aborted is not None:
             over += outcome.slots[outcome.aborted].tolist()
         decisions += 1
+        if decisions[active].max() > _MOST_DECISIONS:
+            raise UserError(
+                f"An episode of '{spec.task}' has not ended in {_MOST_DECISIONS:,} decisions. Set a step limit: sim.max_episode_steps=…."
+            )
         if over:
             over.sort()
             decisions[over] = 0

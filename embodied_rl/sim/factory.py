@@ -149,11 +149,15 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
-    if unknown:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind in named and name not in {"num_envs", *kwargs}]
+    if unknown or needed:
         name = called(factory)
         if name == "make":  # the name of our own adapters' factories
             name = factory.__module__.rpartition(".")[2]
-        raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], parameters)}")
+        if unknown:
+            raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], parameters)}")
+        raise UserError(f"Simulator '{name}' needs {', '.join(map(repr, needed))}: set sim.kwargs.{needed[0]}=VALUE.")
     if "num_envs" in parameters:
         made = factory(num_envs=num_envs, **kwargs)
         if isinstance(made, SimEnv):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, brief
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.episode_log import Snapshot
@@ -159,7 +159,10 @@ class InstrumentedSim(SimWrapper):
         self._make_expert = None if expert is None else expert_maker(expert)
         self._experts: list[Expert | None] = [None] * num_envs
         if self._make_expert is not None:
-            self._make_expert(self._sim, 0)  # raises if it does not fit
+            if not callable(made := self._make_expert(self._sim, 0)):
+                raise UserError(
+                    f"Expert '{expert}' must make what is called with an observation and returns its action, got {brief(made)}."
+                )
             action = spec.action
             self._parts[EXPERT] = (
                 VariableSpec("text", action.max_bytes) if action.kind == "text" else TensorSpec((action.dim,), action.dtype)

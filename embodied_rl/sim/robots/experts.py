@@ -45,8 +45,8 @@ EXPERTS: dict[str, dict[str, str]] = {
 """{target of the simulator: {task without its version: target of the expert}}; `ANY_TASK` covers all tasks of a simulator."""
 
 
-def expert_target(config: SimConfig) -> str:
-    """Target of the expert for a simulator's task. Raises UserError naming the tasks that have one."""
+def expert_target(config: SimConfig, key: str = "expert") -> str:
+    """Target of the expert for a simulator's task. Raises UserError naming the tasks that have one, and the `key` for another expert."""
     of_target = EXPERTS.get(config.target, {})
     task = re.sub(r"-v\d+$", "", config.task or "")
     found = of_target.get(task, of_target.get(ANY_TASK))
@@ -58,7 +58,7 @@ def expert_target(config: SimConfig) -> str:
         )
         raise UserError(
             f"Task '{config.task}' of sim={config.name} has no expert. Tasks with one: {', '.join(known)}. Give your own: "
-            "expert=package.module:Class."
+            f"{key}=package.module:Class."
         )
     return found
 

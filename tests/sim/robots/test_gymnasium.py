@@ -457,8 +457,12 @@ def test_what_only_looks_like_an_environment_is_refused() -> None:
 
 
 def test_what_is_no_simulator_is_refused() -> None:
-    with pytest.raises(UserError, match="got dict"):
-        adapt(lambda num_envs: {}, 2, None, {})
+    def sized(size: int) -> gymnasium.Env:
+        return gymnasium.make("CartPole-v1", max_episode_steps=size)
+
+    for factory, message in ((lambda num_envs: {}, "got dict"), (sized, r"Simulator 'sized' needs 'size': set sim\.kwargs\.size=VALUE")):
+        with pytest.raises(UserError, match=message):
+            adapt(factory, 2, None, {})
 
 
 def test_factory_from_a_target() -> None:
