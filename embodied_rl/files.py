@@ -45,10 +45,10 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
     return path
 
 
-def replace_folder(whole: Path, folder: Path) -> Path:
-    """Replace a folder by the finished one beside it; the old one is removed first, because renaming needs an empty target."""
+def replace_folder(whole: Path, folder: Path, aside: str = ".old-") -> Path:
+    """Replace a folder by the finished one beside it; the old one gets the prefix `aside` first, because renaming needs an empty target."""
     fsync(whole)
-    old = folder.with_name(f".{folder.name}.old")
+    old = folder.with_name(f"{aside}{folder.name}")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)

@@ -36,7 +36,7 @@ from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
-from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, sum_of_document, sums_of
+from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, replace_folder, sum_of_document, sums_of
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
@@ -60,6 +60,7 @@ _SIGNATURE = "signature"
 _SUM, _SUMS = "sha256", "files"
 """Entries of the state: its own digest, and those of the other files. The card has none, because results are added to it later."""
 _ASIDE = ".tmp-old-"
+"""Prefix of a checkpoint that is replaced; `find_last` sees it."""
 _NO_ROOM = 2**16
 """Free bytes below which a disk counts as full."""
 _FOLDER = re.compile(rf"({re.escape(_ASIDE)})?step_\d+")
@@ -188,7 +189,7 @@ def _document(content: dict[str, Any], written: str) -> dict[str, Any]:
 
 def _publish(temporary: Path, final: Path, links: Sequence[str]) -> None:
     """Rename a complete folder to its final name, and point the links at it."""
-    _move_into_place(temporary, final)
+    replace_folder(temporary, final, _ASIDE)
     for link in links:
         _link(final.parent / link, final.name)
     fsync(final.parent)
@@ -425,17 +426,6 @@ def _built(path: Path, plain: Any) -> TrainConfig:
 
 def _unreadable(path: Path, error: Exception) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(f"Checkpoint file '{path}' cannot be read as a configuration: {brief(error, 260)}")
-
-
-def _move_into_place(temporary: Path, final: Path) -> None:
-    if not final.exists():
-        os.rename(temporary, final)
-        return
-    # A folder cannot be renamed over another; the old one is renamed first, to a name that `find_last` still sees.
-    aside = final.with_name(_ASIDE + final.name)
-    os.rename(final, aside)
-    os.rename(temporary, final)
-    shutil.rmtree(aside)
 
 
 def _link(link: Path, target: str) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class WorkerPool:
             self.worker_of[slots] = worker
         self.workers: list[WorkerProcess] = []
         self.spares: list[WorkerProcess] = []
-        self._were_spares: list[WorkerProcess] = []
+        self._were_spares = WeakSet[WorkerProcess]()
         self.applied: list[dict[str, Any]] = [{} for _ in self.runs]
         """Cores and memory that each worker reports."""
         self._said: set[str] = set()
@@ -189,7 +190,7 @@ class WorkerPool:
         for spare in self.spares:
             if spare.num_envs == sizes and spare.alive():
                 self.spares.remove(spare)
-                self._were_spares.append(spare)
+                self._were_spares.add(spare)
                 spare.index = index
                 self.workers[index] = spare
                 return True
