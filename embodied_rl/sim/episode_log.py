@@ -12,7 +12,8 @@ from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, PENDING
 
-_TRIM_AT = 4096
+_TRIM_AT, _TRIM_LATEST = 64, 4096
+"""Messages after which those that no episode needs are forgotten: after as many as were left the last time, within these bounds."""
 _FORMAT = "embodied_rl episode snapshot"
 _FORMAT_VERSION = 1
 
@@ -183,7 +184,7 @@ class EpisodeLog:
             first = int(self._start[self._start >= 0].min(initial=self._offset + len(self._log)))
         del self._log[: first - self._offset]
         self._offset = first
-        self._trim_at = len(self._log) + _TRIM_AT
+        self._trim_at = len(self._log) + min(max(len(self._log), _TRIM_AT), _TRIM_LATEST)
 
 
 def _holds(slots: Sequence[int] | np.ndarray, slot: int) -> bool:

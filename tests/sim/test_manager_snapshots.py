@@ -138,6 +138,13 @@ def test_long_episodes_are_forgotten_at_their_beginning_alone() -> None:
         episode_log.sent(np.asarray([1]), np.full((1, 1), number))
     assert [float(action[0]) for action in episode_log.actions(1)] == [0, 1, 2]
     assert episode_log.point(1) == (6000, 3)
+    brief = EpisodeLog(2, keep_actions=True)
+    for number in range(5 * 400):
+        brief.sent(range(2), np.full((2, 1), number))
+        assert [int(action[0]) for action in brief.actions(0)] == list(range(number - number % 5, number + 1))
+        assert len(brief._log) <= 5 + 64, "texts of many agents take much memory"
+        if number % 5 == 4:
+            brief.ended([0, 1])
 
 
 def test_foreign_bytes_and_snapshots_are_refused() -> None:
