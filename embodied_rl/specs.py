@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -220,7 +221,9 @@ class SimSpec:
     empty for a simulator without any. Only views for other libraries read them; everything here is built from the parts above."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for a step limit below 1."""
+        """Raises UserError for an observation without a number, and for a step limit below 1."""
+        if not self.variables and not any(math.prod(part.shape) for part in self.tensors.values()):
+            raise UserError(f"Task '{self.task}' has an empty observation.")
         if self.max_episode_steps is not None and self.max_episode_steps < 1:
             raise UserError(f"Task '{self.task}' needs max_episode_steps of at least 1, or none, got {self.max_episode_steps}.")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import from_extra, require_known
+from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -83,6 +83,8 @@ class AlohaSim(MujocoSim):
         self._drawing.check_camera(camera)
         self._limit = int(max_episode_steps)
         reach = np.inf if max_target_step_rad is None else float(max_target_step_rad)
+        if not reach > 0:
+            raise UserError(f"sim.kwargs.max_target_step_rad must be above 0, or null for no limit, got {reach:g}.")
         self._reach = np.tile([*[reach] * ARM_JOINTS, np.inf], 2)
         self._substeps = round(self._library.constants.DT / self.model.opt.timestep)
         parts: dict[str, TensorSpec] = {}

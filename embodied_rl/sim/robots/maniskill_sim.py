@@ -240,8 +240,9 @@ class ManiSkillSim(ManiSkillBase):
         self._elapsed[env_id] = saved["elapsed"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `SimEnv`: ManiSkill's own ``env_states``, "actors/<name>" [13] and "articulations/<name>" [13 + 2 · joints]."""
-        groups = self.envs[env_id].get_state_dict()
+        """See `SimEnv`: ManiSkill's own ``env_states``, "actors/<name>" [13] and "articulations/<name>" [13 + 2 · joints]. Left
+        out are the targets that some controllers keep, which ManiSkill itself does not set again."""
+        groups = self.envs[env_id].scene.get_sim_state()
         return {f"{group}/{name}": np.array(row[0]) for group, rows in groups.items() for name, row in rows.items()}
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:

@@ -17,9 +17,9 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, Limit, make_one, newest, saved_whole
-from embodied_rl.sim.robots.mujoco_model import limit_quality
+from embodied_rl.sim.robots.mujoco_model import limit_quality, model_cameras
 from embodied_rl.specs import Rows
 from embodied_rl.types import StepBuffers
 
@@ -274,6 +274,8 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     envs = [make_one(task, "mujoco", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
         cheapen_rendering(env)
+    if (camera := kwargs.get("camera_name")) is not None:  # MuJoCo draws its free camera in place of an unknown one
+        require_known(camera, model_cameras(envs[0]), f"Camera '{camera}' is not known.")
     kind = LocomotionSim if all(map(is_known, envs)) else GymnasiumSim
     return kind(envs, task=task, exact_snapshots=saved_whole(task))
 

@@ -33,13 +33,10 @@ class ObservationPart:
 def observation_parts(space: gymnasium.Space) -> list[ObservationPart]:
     """Flatten an observation space into named parts.
 
-    Raises UserError: a space that is not Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple, or that is empty, or two parts of
-    one name.
+    Raises UserError: a space that is not Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple, or two parts of one name.
     """
     parts = _parts(space, ())
     names = [part.name for part in parts]
-    if not any(isinstance(part.spec, VariableSpec) or math.prod(part.spec.shape) for part in parts):
-        raise UserError(f"Observation space {space} is empty: an observation needs at least one number.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"Observation space {space} has two parts named '{twice[0]}': rename one (nested keys are joined by dots).")
     return parts

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, require_known
+from embodied_rl.errors import require_known
 from embodied_rl.sim.text.grid_games import GridGame, GridSim, Outcome, draw_board
 
 WORDS = {
@@ -88,10 +88,7 @@ class ToyGame(GridGame):
         import gymnasium
 
         self._task, self._words = task, WORDS[task]
-        try:
-            self._env: Any = gymnasium.make(task, disable_env_checker=True, **kwargs).unwrapped
-        except TypeError as error:
-            raise UserError(f"{task} does not take these arguments: {error}. See sim.kwargs.") from error
+        self._env: Any = gymnasium.make(task, disable_env_checker=True, **kwargs).unwrapped
         self._env.reset(seed=0)
 
     def reset(self, seed: int) -> None:

@@ -74,6 +74,9 @@ def test_unknown_argument_names_the_configuration_key() -> None:
     [
         ("cartpole", {"max_episode_steps": 0}, "'CartPole-v1' cannot be made with .*positive, actually: 0 "),
         ("halfcheetah", {"frame_skip": 0}, "cannot be made with .*ZeroDivisionError"),
+        ("halfcheetah", {"camera_name": "trak"}, "Camera 'trak' is not known. Did you mean 'track'"),
+        ("aloha_insertion", {"max_target_step_rad": -1}, "max_target_step_rad must be above 0, or null for no limit, got -1"),
+        ("mjcf", {"observe": []}, "'pixel_reach' has an empty observation"),
         ("halfcheetah", {"xml_file": "missing.xml"}, "cannot be made with .*missing.xml does not exist"),
         ("pixel_reach", {"image_size": -3}, r"sim\.kwargs\.image_size must be a whole number of pixels, at least 1, got -3"),
         ("pixel_tasks", {"image_size": 1.5}, "image_size must be a whole number of pixels"),

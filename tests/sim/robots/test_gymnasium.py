@@ -160,8 +160,8 @@ def test_process_wide_generators_are_kept_apart(while_stepping: bool) -> None:
     [
         (spaces.Sequence(spaces.Discrete(3)), "Sequence"),
         (spaces.Dict({"words": spaces.Sequence(spaces.Discrete(3))}), "under 'words'"),
-        (spaces.Dict({}), r"Dict\(\) is empty"),
-        (spaces.Box(0, 255, (0, 0, 3), np.uint8), r"\(0, 0, 3\).* is empty"),
+        (spaces.Dict({}), "'UsesGlobalRandom' has an empty observation"),
+        (spaces.Box(0, 255, (0, 0, 3), np.uint8), "has an empty observation"),
         (spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)}), "a.b": spaces.Discrete(2)}), "two parts named 'a.b'"),
     ],
 )

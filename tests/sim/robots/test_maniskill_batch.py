@@ -108,8 +108,9 @@ def test_a_snapshot_follows_a_restore() -> None:
     pair.close()
 
 
-def test_physics_can_be_set_in_one_environment() -> None:
-    pair = pair_of("PushCube-v1", 2)
+@pytest.mark.parametrize("mode", ["pd_joint_delta_pos", "pd_joint_target_delta_pos"])  # the latter's target is no body's state
+def test_physics_can_be_set_in_one_environment(mode: str) -> None:
+    pair = pair_of("PushCube-v1", 2, control_mode=mode)
     pair.reset([0, 1], [5, 6])
     state = pair.alone.physics(0)
     state["actors/cube"][:3] += np.float32([0.03, -0.02, 0.0])
