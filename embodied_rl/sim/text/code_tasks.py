@@ -109,13 +109,11 @@ def _call(run: Callable[..., ProgramEnd], code: str, calls: list[str], limits: P
     """(value in Python's notation, reason why there is none) of each call."""
     mark = secrets.token_hex(16)  # distinguishes results from the program's own output
     ended = run(_HARNESS.format(code=code, calls=calls, mark=mark))
-    found: dict[int, str] = {}
-    for line in ended.output.splitlines():
-        if line.startswith(mark):
-            _, number, value = line.split(" ", 2)
-            found[int(number)] = value
+    # A program may find the mark and write such lines itself.
+    lines = (line.removeprefix(f"{mark} ").partition(" ") for line in ended.output.splitlines() if line.startswith(f"{mark} "))
+    found = {number: value for number, _, value in lines}
     missing = _why(ended, limits)
-    results = [found.get(index) for index in range(len(calls))]
+    results = [found.get(str(index)) for index in range(len(calls))]
     return [("", missing) if value is None else ("", value[1:]) if value.startswith("!") else (value, "") for value in results]
 
 

@@ -197,6 +197,12 @@ def test_the_program_is_the_last_block() -> None:
         ("def add(a, b): return 3 if __name__ == '__main__' else True", (False, False, False)),
         ("def add(a, b", (False, False, False)),
         ("class X:\n    def __eq__(self, other): return True\ndef add(a, b): return X()", (False, False, False)),
+        (
+            # It finds out how answers are written, and writes what is none.
+            "import os, sys\nmark = [one for one in sys._getframe(1).f_code.co_consts if str(one).startswith('\\n') and '%d' in one][0]\n"
+            "print(mark.split()[0], 'x y'); print(mark.split()[0], '0 3', flush=True); os._exit(0)",
+            (True, False, False),
+        ),
     ],
 )
 def test_calls_are_compared_outside_of_the_program(code: str, passed: tuple[bool, ...]) -> None:
