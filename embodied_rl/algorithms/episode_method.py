@@ -16,7 +16,7 @@ from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.advantages import sum_chunks, whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
-from embodied_rl.algorithms.grouped import group_statistics, outcome_score
+from embodied_rl.algorithms.grouped import group_statistics, outcome_score, rounding_of
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward, penalize_overlong
 from embodied_rl.algorithms.step_rewards import StepRewards
@@ -364,8 +364,10 @@ class EpisodeMethod(StepRewards):
     # ---- credit -----------------------------------------------------------------------------------------------------
 
     def _score(self, batch: EpisodeBatch, reward: Tensor, given: Tensor) -> Tensor:
-        """[B] returns; equal in a group whose returns were before they were normalised: rounding would look like a signal."""
+        """[B] returns; equal in a group whose returns were before they were normalised, and 0 if rewards cancel: rounding would look like a
+        signal."""
         score, counted = reward.sum(1), self._counted(batch).any(1)
+        score = torch.where(score.abs() <= rounding_of(score) * reward.abs().sum(1), torch.zeros_like(score), score)
         found = group_statistics(score=outcome_score(reward=given), group=batch.group, rows=counted)
         common = group_statistics(score=score, group=batch.group, rows=counted).mean[found.index]
         return torch.where(counted & found.equal[found.index], common.to(score.dtype), score)
