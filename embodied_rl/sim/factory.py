@@ -163,11 +163,6 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
         if isinstance(made, SimEnv):
             _check_contract(made)
             return made
-        if _is_like_a_simulator(made):
-            raise UserError(
-                f"{type(made).__name__} takes num_envs and has a SimSpec, but is not a SimEnv: write `class "
-                f"{type(made).__name__}(SimEnv)`, from embodied_rl.sim.env import SimEnv."
-            )
         sim = _adapter("VectorEnvSim")(made)
         if made.num_envs != num_envs:
             raise UserError(
@@ -194,10 +189,6 @@ def _adapter(name: str) -> Callable[..., SimEnv]:
     """Import an adapter by name, like a user's class: the contract imports none of its implementations."""
     adapter: Callable[..., SimEnv] = load_target(f"embodied_rl.sim.robots.gymnasium:{name}")
     return adapter
-
-
-def _is_like_a_simulator(made: object) -> bool:
-    return isinstance(vars(made).get("spec") if hasattr(made, "__dict__") else None, SimSpec)
 
 
 def _check_contract(sim: SimEnv) -> None:

@@ -404,7 +404,8 @@ class VectorEnvSim(SimEnv):
     def __init__(self, env: VectorEnv, task: str | None = None) -> None:
         if not isinstance(env, VectorEnv):
             raise UserError(
-                f"A simulator factory that takes num_envs must return a SimEnv or a gymnasium.vector.VectorEnv, got {type(env).__name__}."
+                "A simulator factory that takes num_envs must return a gymnasium.vector.VectorEnv, or an instance of a subclass of "
+                f"embodied_rl.sim.env.SimEnv, got {type(env).__name__}."
             )
         _check_spaces(env, "single_observation_space", "single_action_space")
         if spaces.action_splits(env.single_action_space):
