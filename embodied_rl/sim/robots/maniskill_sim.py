@@ -111,7 +111,8 @@ class ManiSkillBase(SimEnv):
             except FileNotFoundError as error:
                 raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
             except Exception as error:  # a wrong argument surfaces as any of a dozen types
-                raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
+                hint = "" if self._render or "render" not in str(error) else " Give it a renderer: +sim.kwargs.render=true."
+                raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}.{hint}") from error
             observation, info = first.reset(seed=0 if first.num_envs == 1 else list(range(first.num_envs)))
         self.cameras = cameras(observation)
         """Names of the cameras of an image mode. Parts of the first camera have plain names: "rgb"; others "rgb.<second camera>"."""

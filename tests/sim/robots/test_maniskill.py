@@ -251,6 +251,8 @@ def test_errors_name_the_nearest(pushcube: ManiSkillSim) -> None:
         maniskill.make("TwoRobotPickCube-v1", 1, robot_uids=["panda_wristcam", "fetsh"])
     with pytest.raises(UserError, match=r"no robot '7' .* Known: fetch, panda."):
         maniskill.make("PushCube-v1", 1, robot_uids=7)
+    with pytest.raises(UserError, match=r"'PushT-v1' cannot be made with .* Give it a renderer: \+sim\.kwargs\.render=true"):
+        maniskill.make("PushT-v1", 1)  # it reads the size of a shape that it draws
     with pytest.raises(UserError, match=r"render=True"):
         pushcube.render(0)
 
