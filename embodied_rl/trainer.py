@@ -37,7 +37,7 @@ from embodied_rl.types import EpisodeSummary
 
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
-_ENDLESS_STEPS = 1_000
+_ENDLESS_STEPS = 10_000
 """Steps of each slot without a single finished episode after which no evaluation begins."""
 _EPISODE = "episode."
 """Prefix of the names of running episodes in a checkpoint."""

@@ -117,19 +117,31 @@ def row_writer(parts: list[ObservationPart]) -> Callable[[Observation, int, Any]
     It raises ValueError for a value of another form than its space, which numpy would stretch, cut or wrap around to fit the row. Numbers
     beyond the space's bounds are written.
     """
-    writers = [(part.name, part.path, _leaf(part)) for part in parts]
+    writers = [(part.name, part.path, _leaf(part), _as_it_is(part)) for part in parts]
+    if [path for _, path, *_ in writers] == [()]:
+        name, _, convert, shape = writers[0]
+
+        def write_one(observation: Observation, row: int, value: Any) -> None:  # the loop below would cost twice as much as the rest
+            observation[name][row] = value if type(value) is np.ndarray and value.shape == shape else convert(value, name)
+
+        return write_one
 
     def write(observation: Observation, row: int, value: Any) -> None:
-        for name, path, convert in writers:
+        for name, path, convert, shape in writers:
             leaf = value
             try:
                 for key in path:
                     leaf = leaf[key]
             except (LookupError, TypeError):
                 raise ValueError(f"observation '{name}' is missing") from None
-            observation[name][row] = convert(leaf, name)
+            observation[name][row] = leaf if type(leaf) is np.ndarray and leaf.shape == shape else convert(leaf, name)
 
     return write
+
+
+def _as_it_is(part: ObservationPart) -> tuple[int, ...] | None:
+    """Shape of the arrays that numpy writes to a row unchanged; None: their types or forms must be looked at."""
+    return part.space.shape if isinstance(part.space, spaces.Box) and len(part.space.shape) == 1 else None
 
 
 def _leaf(part: ObservationPart) -> Callable[[Any, str], Any]:
