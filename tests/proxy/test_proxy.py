@@ -162,6 +162,18 @@ def test_an_answer_that_was_cut_is_closed_by_the_template(tokenizer: ChatTokeniz
     assert second.prompt_ids.tolist() == [*turn.prompt_ids, *turn.sampled_ids, *closed]
 
 
+def test_a_template_that_checks_who_called_a_tool_begins_anew() -> None:
+    strict = ChatTokenizer(train_tokenizer(TEXTS, 300), "strict")
+    asks = "{% if one.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('who called?') }}{% endif %}"
+    strict.of_transformers.chat_template = f"{{% for one in messages %}}{asks}{{{{ one.role + one.content }}}}<|im_end|>{{% endfor %}}"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    with serving(says(strict, '<tool_call>{"name": "look"}</tool_call>', "go left"), strict) as proxy:
+        called = chat(proxy, [user("?")], tools=[tool])["choices"][0]["message"]
+        chat(proxy, [user("?"), called, {"role": "tool", "content": "a cup"}], tools=[tool])
+        session = proxy._book.sessions["agent"].captured()
+    assert [turn.parent for turn in session.turns] == [None, None]
+
+
 def test_conversations_that_part_are_trained_once(tokenizer: ChatTokenizer) -> None:
     with serving(says(tokenizer, "a", "b", "c", "d"), tokenizer) as proxy:
         first = chat(proxy, [user("Where?")])["choices"][0]["message"]

@@ -418,7 +418,10 @@ def added_text(
     Leaves out the stop token if the model sampled it.
     """
     marked = [*messages[: length - 1], {"role": "assistant", "content": _MARK}, *messages[length:]]
-    pieces = tokenizer.chat_text(marked, tools=tools).split(_MARK)
+    try:
+        pieces = tokenizer.chat_text(marked, tools=tools).split(_MARK)
+    except UserError:  # the template misses the calls that a tool's result answers
+        return None
     if len(pieces) != 2:
         return None
     added = pieces[1]
