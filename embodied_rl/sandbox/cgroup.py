@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from embodied_rl.sandbox import kernel
+
 _NAME = "embodied-sandbox-"
 
 
@@ -22,7 +24,7 @@ class Group:
 
     def enter(self) -> None:
         """Move the calling process, whose children follow. Raises OSError."""
-        self._write("cgroup.procs", b"0")
+        kernel.write(f"{self._folder}/cgroup.procs", "0")
 
     def used_s(self) -> float:
         """Processor seconds of all processes that ran in it."""
@@ -32,7 +34,7 @@ class Group:
     def kill(self) -> None:
         """Kill all processes in it at once."""
         try:
-            self._write("cgroup.kill", b"1")
+            kernel.write(f"{self._folder}/cgroup.kill", "1")
         except OSError:  # an older kernel: end them one by one
             return
 
@@ -42,13 +44,6 @@ class Group:
             os.rmdir(self._folder)
         except OSError:
             return
-
-    def _write(self, name: str, text: bytes) -> None:
-        file = os.open(f"{self._folder}/{name}", os.O_WRONLY)
-        try:
-            os.write(file, text)
-        finally:
-            os.close(file)
 
 
 def new_group() -> Group | None:

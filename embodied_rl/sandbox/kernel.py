@@ -151,3 +151,13 @@ def counts_processes_by_namespace() -> bool:
     """Whether a process limit counts the processes of a namespace, not all of its user."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
+
+
+def write(path: str, text: str, flags: int = 0) -> None:
+    """Write with one system call, as the kernel's own files require. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | flags, 0o644)
+    try:
+        if text:
+            os.write(file, text.encode())
+    finally:
+        os.close(file)

@@ -126,10 +126,9 @@ def _close_streams(quiet: int) -> None:
 def _die_first() -> None:
     """Let the kernel kill this process first when memory runs out."""
     try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")
-    except OSError:
-        pass
+        kernel.write("/proc/self/oom_score_adj", "1000")
+    except OSError:  # it goes without
+        return
 
 
 def _confine(spec: Spec, *, as_nobody: bool) -> None:

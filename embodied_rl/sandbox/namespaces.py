@@ -33,13 +33,13 @@ def map_users(process: int) -> bool:
     if user == 0:
         try:
             for name in ("uid_map", "gid_map"):
-                _write(f"/proc/{process}/{name}", f"0 0 1\n{UID_NOBODY} {UID_NOBODY} 1\n")
+                kernel.write(f"/proc/{process}/{name}", f"0 0 1\n{UID_NOBODY} {UID_NOBODY} 1\n")
             return True
         except OSError:  # in a container without that user
             pass
-    _write(f"/proc/{process}/setgroups", "deny")
-    _write(f"/proc/{process}/uid_map", f"{user} {user} 1\n")
-    _write(f"/proc/{process}/gid_map", f"{group} {group} 1\n")
+    kernel.write(f"/proc/{process}/setgroups", "deny")
+    kernel.write(f"/proc/{process}/uid_map", f"{user} {user} 1\n")
+    kernel.write(f"/proc/{process}/gid_map", f"{group} {group} 1\n")
     return False
 
 
@@ -71,8 +71,8 @@ def build_root(spec: Spec, owner: int) -> None:
     _show_all(spec["writable"], writable=True)
     if not os.path.lexists("/etc/passwd"):
         os.makedirs("/etc", exist_ok=True)
-        _write("/etc/passwd", f"program:x:{owner}:{owner}::{scratch}:/bin/sh\n", os.O_CREAT)
-        _write("/etc/group", f"program:x:{owner}:\n", os.O_CREAT)
+        kernel.write("/etc/passwd", f"program:x:{owner}:{owner}::{scratch}:/bin/sh\n", os.O_CREAT)
+        kernel.write("/etc/group", f"program:x:{owner}:\n", os.O_CREAT)
     kernel.detach(_OLD)
     os.rmdir(_OLD)
     closed = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
@@ -82,7 +82,7 @@ def build_root(spec: Spec, owner: int) -> None:
 def _make_devices(shared_memory: str, devices: list[str]) -> None:
     os.mkdir("/dev")
     for path in (*devices, *_RANDOM):
-        _write(path, "", os.O_CREAT)
+        kernel.write(path, "", os.O_CREAT)
         kernel.bind(_OLD + path, path, writable=True, devices=True)
     for name, target in _LINKS.items():
         os.symlink(target, f"/dev/{name}")
@@ -102,7 +102,7 @@ def _show_all(paths: list[str], *, writable: bool) -> None:
             os.makedirs(real, exist_ok=True)
         else:
             os.makedirs(os.path.dirname(real), exist_ok=True)
-            _write(real, "", os.O_CREAT)
+            kernel.write(real, "", os.O_CREAT)
         kernel.bind(_OLD + real, real, writable=writable, devices=writable)
     for path, real in places.items():
         if real and not os.path.lexists(path):
@@ -130,13 +130,3 @@ def _real(path: str) -> str:
             else:
                 real = place
     return ""
-
-
-def _write(path: str, text: str, flags: int = 0) -> None:
-    """Write with one system call, as the kernel's own files require."""
-    file = os.open(path, os.O_WRONLY | flags, 0o644)
-    try:
-        if text:
-            os.write(file, text.encode())
-    finally:
-        os.close(file)

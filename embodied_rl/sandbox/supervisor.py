@@ -87,7 +87,10 @@ class Tree:
                     self._group.remove()
                 return
             for number in self.read():
-                _kill(number)
+                try:  # (importing `contextlib` would slow every program's start)
+                    os.kill(number, signal.SIGKILL)
+                except OSError:
+                    continue
             signal.sigtimedwait({signal.SIGCHLD}, 0.005)
 
 
@@ -142,25 +145,12 @@ def _beyond(everything: Tree, spec: Spec) -> str:
     return ""
 
 
-def _kill(number: int) -> None:
-    """Kill a process. (Importing `contextlib` would slow every program's start.)"""
-    try:
-        os.kill(number, signal.SIGKILL)
-    except OSError:
-        return
-
-
 def _stat(number: int) -> list[bytes]:
     try:
-        file = os.open(f"/proc/{number}/stat", os.O_RDONLY)
+        with open(f"/proc/{number}/stat", "rb", buffering=0) as file:
+            return file.read(4096).rpartition(b")")[2].split()
     except OSError:
         return []
-    try:
-        return os.read(file, 4096).rpartition(b")")[2].split()
-    except OSError:
-        return []
-    finally:
-        os.close(file)
 
 
 def _proportional(number: int, resident: int) -> int:
