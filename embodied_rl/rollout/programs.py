@@ -279,8 +279,6 @@ class ProgramCollector(QueuePump):
         """
         super().__init__(queue, seed=seed)
         self.runner = runner
-        self.faults: list[ProgramFault] = []
-        """All faults of the run so far."""
         self._faults_file = faults_file
         self._early: int | None = 0
         """Number of programs that failed before their first model call; None: one got further, so the program itself works."""
@@ -329,7 +327,6 @@ class ProgramCollector(QueuePump):
         self._counts["episodes"] += 1
         if isinstance(played.outcome, ProgramFault):
             self._counts.update({"failed": 1, f"failed_{played.outcome.kind.value}": 1})
-            self.faults.append(played.outcome)
             if self._faults_file is not None:
                 with self._faults_file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"iteration": self.queue.version, **played.outcome.to_dict()}) + "\n")

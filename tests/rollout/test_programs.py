@@ -22,6 +22,7 @@ from embodied_rl.agents.turns import rows_of
 from embodied_rl.config import GroupsConfig, SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_tokens import TorchTokens
+from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
@@ -257,7 +258,8 @@ def test_rows_are_the_captured_trajectories(tmp_path: Path) -> None:
 
 
 def collector(runner: ProgramRunner, words: Any, queue: GroupQueue, num_slots: int = 3) -> ProgramCollector:
-    return ProgramCollector(runner, queue, words, num_slots=num_slots, seed=0, sampling=SessionSampling(0))
+    faults = Path(runner.options.tasks).with_name("faults.jsonl") if runner.options.tasks else None
+    return ProgramCollector(runner, queue, words, num_slots=num_slots, seed=0, sampling=SessionSampling(0), faults_file=faults)
 
 
 def new_queue(**more: Any) -> GroupQueue:
@@ -287,8 +289,9 @@ def test_groups_share_their_task_and_failures_are_tried_again(tmp_path: Path) ->
         assert [episode.episode_return for episode in group.episodes] == [float(group.episodes[0].metadata["task"]["number"])] * 3
     counts = queue.episode_counts()
     assert counts.accepted == 6
-    assert counts.failed == figures["failed_crashed"] == len(collecting.faults) >= 2
-    assert all("planned" in one.detail for one in collecting.faults)
+    faults = read_metrics(tmp_path / "faults.jsonl")
+    assert counts.failed == figures["failed_crashed"] == len(faults) >= 2
+    assert all("planned" in one["detail"] for one in faults)
 
 
 def test_superfluous_programs_are_stopped(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_a_program_that_never_gets_to_the_model_ends_the_run_soon(tmp_path: Path
         collecting = collector(runner, words, new_queue(max_retries=100, max_rejected_per_step=1000))
         with pytest.raises(BatchNeverFullError, match=r"first 8 programs ended without calling the model.*no_such_module"):
             collecting.next_groups(0)
-    assert len(collecting.faults) == 8
+        assert collecting.figures()["failed_crashed"] == 8
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------
