@@ -110,6 +110,12 @@ def append_whole(file: FileIO, data: bytes, path: Path) -> None:
         raise cannot_write(path, error) from error
 
 
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a line of JSON to a file. Raises UserError as `append_whole` does, and OSError: it cannot be opened."""
+    with path.open("ab", buffering=0) as file:
+        append_whole(file, f"{json.dumps(row)}\n".encode(), path)
+
+
 def fsync(path: Path) -> None:
     """Flush a file or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
-from embodied_rl.files import next_free
+from embodied_rl.files import append_row, next_free
 from embodied_rl.hybrid.engine import make_engine
 from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
@@ -84,7 +83,7 @@ class Trainer:
         self._stopper = Stopper(_PATIENCE_WITHIN_S if config.checkpoint.within_episodes else _PATIENCE_S)
         self._interim_success: float | None = None
         self._interim_return = -np.inf
-        self._faults_logged = 0
+        self._faults_logged = self._episodes_given_up = 0
         self._saved_episodes: dict[str, torch.Tensor] = {}
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
@@ -285,15 +284,14 @@ class Trainer:
         records = self.manager.fault_records
         if not records:
             return
-        self.metrics["sim/faults"] = len(records)
-        self.metrics["sim/episodes_given_up"] = sum(slot.outcome == "aborted" for record in records for slot in record.slots)
         for record in records[self._faults_logged :]:
-            with (self.run_dir / "faults.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.steps, **record.to_dict()}) + "\n")
+            self._episodes_given_up += sum(slot.outcome == "aborted" for slot in record.slots)
+            append_row(self.run_dir / "faults.jsonl", {"step": self.steps, **record.to_dict()})
             self.loggers.message(
                 f"Simulator worker {record.worker} {record.kind.value} and was replaced ({record.cause}); see faults.jsonl."
             )
         self._faults_logged = len(records)
+        self.metrics |= {"sim/faults": len(records), "sim/episodes_given_up": self._episodes_given_up}
 
     def _evaluate_and_save_when_due(self) -> None:
         """Evaluate and save if due. Then all slots begin new episodes (unless `checkpoint.within_episodes`): a resume is exact."""

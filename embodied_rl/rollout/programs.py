@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import select
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.config import SimConfig
 from embodied_rl.episodes.recording import last_only
 from embodied_rl.errors import UserError
+from embodied_rl.files import append_row
 from embodied_rl.generation.tokens import TokenBackend, as_trained
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.batch_sinks import record_turns
@@ -328,8 +328,7 @@ class ProgramCollector(QueuePump):
         if isinstance(played.outcome, ProgramFault):
             self._counts.update({"failed": 1, f"failed_{played.outcome.kind.value}": 1})
             if self._faults_file is not None:
-                with self._faults_file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"iteration": self.queue.version, **played.outcome.to_dict()}) + "\n")
+                append_row(self._faults_file, {"iteration": self.queue.version, **played.outcome.to_dict()})
             self.queue.failed(whose, str(played.outcome))
             early = played.outcome.num_turns == 0 and played.outcome.kind in (ProgramFaultKind.CRASHED, ProgramFaultKind.NOT_STARTED)
             self._early = self._early + 1 if early and self._early is not None else None

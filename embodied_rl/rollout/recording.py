@@ -23,7 +23,7 @@ from embodied_rl.episodes.layout import Films
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.files import append_whole
+from embodied_rl.files import append_row
 from embodied_rl.generation.base import Generator
 from embodied_rl.rollout.batch_sinks import BatchSinks, done_in_steps
 from embodied_rl.rollout.group_collector import EpisodeNoise
@@ -472,9 +472,7 @@ class Recorder:
             if number in self._finished:
                 sink, metadata = self._finished.pop(number)
                 sink.discard()
-            line = {"seed": self._plan.first_seed + number, "outcome": outcome, **metadata}
-            with self._attempts.open("ab", buffering=0) as file:
-                append_whole(file, json.dumps(line).encode() + b"\n", self._attempts)
+            append_row(self._attempts, {"seed": self._plan.first_seed + number, "outcome": outcome, **metadata})
         for ready in self._queue.finished(number, outcome):
             sink, metadata = self._finished.pop(ready)
             sink.finish(metadata)

@@ -326,6 +326,12 @@ def test_a_program_that_never_gets_to_the_model_ends_the_run_soon(tmp_path: Path
         with pytest.raises(BatchNeverFullError, match=r"first 8 programs ended without calling the model.*no_such_module"):
             collecting.next_groups(0)
         assert collecting.figures()["failed_crashed"] == 8
+        (tmp_path / "faults.jsonl").symlink_to("/dev/full")
+        collecting = ProgramCollector(
+            runner, new_queue(), words, num_slots=1, seed=0, sampling=SessionSampling(0), faults_file=tmp_path / "faults.jsonl"
+        )
+        with pytest.raises(UserError, match=r"Cannot write '.*faults\.jsonl': No space left on device"):
+            collecting.next_groups(0)
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------
