@@ -25,6 +25,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.loggers import check_loggers
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
 from embodied_rl.policies.build import build_policy, custom_class
 from embodied_rl.registry import Registry, installed_targets
 from embodied_rl.train import train
@@ -286,6 +287,37 @@ class Dreamer(SmallNetworks):
         return ("sate",)
 
 
+class ValuesOfOneColumn(SmallNetworks):
+    def value(self, observation: TensorObservation) -> Tensor:
+        return super().value(observation)[:, None]
+
+
+class BareTensor(SmallNetworks):
+    def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
+        return super().act(observation, noise).action  # type: ignore[return-value]
+
+
+class FlatActions(SmallNetworks):
+    def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
+        acted = super().act(observation, noise)
+        return ActionOutput(acted.action[:, 0], acted.log_prob)
+
+
+class HalfChoices(SmallNetworks):
+    def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
+        acted = super().act(observation, noise)
+        return ActionOutput(acted.action + 0.5, acted.log_prob)
+
+    def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
+        return super().evaluate(observation, action.long())
+
+
+class OtherOdds(SmallNetworks):
+    def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
+        found = super().evaluate(observation, action)
+        return Evaluation(2 * found.log_prob, found.entropy, found.value)
+
+
 def train_custom(run_dir: Path, *words: str, without: tuple[str, ...] = ("policy.hidden_sizes",)) -> Path:
     changes = [word for word in (*QUICK, *words, f"run_dir={run_dir}") if not word.startswith(without)]
     return train(load_train_config(changes), overrides=changes)
@@ -370,6 +402,12 @@ def test_an_own_policy_on_ranks_and_cloned(tmp_path: Path, monkeypatch: pytest.M
         ({"options": {"num_features": 0}}, r"policy\.options\.num_features must be between 1 and"),
         ({"options": {"key": "sate"}}, "policy.options.key='sate' is not a vector .* Did you mean 'state'"),
         ({"target": f"{HERE}:Chunked", "options": {}}, "set policy.chunk=3"),
+        ({"target": "???"}, r"policy\.target must be given, such as policy\.target=my_package"),
+        ({"target": f"{HERE}:ValuesOfOneColumn", "options": {}}, r"`value` returns values of shape \[2, 1\], for 2 .* must be \[2\]"),
+        ({"target": f"{HERE}:BareTensor", "options": {}}, r"`act` must return ActionOutput\(action, log_prob\), got Tensor"),
+        ({"target": f"{HERE}:FlatActions", "options": {}}, r"`act` returns action of shape \[2\], for 2 .* must be \[2, 1\]"),
+        ({"target": f"{HERE}:HalfChoices", "options": {}}, r"`act` returns actions of torch\.float32, and must return int64"),
+        ({"target": f"{HERE}:OtherOdds", "options": {}}, "`act` and `evaluate` differ in the log-probabilities of the same action: "),
         ({"target": f"{HERE}:Dreamer", "options": {}}, "reads 'sate', which task 't' does not have. Did you mean 'state'"),
     ],
 )
@@ -401,6 +439,7 @@ def test_an_own_logger_takes_the_metrics(tmp_path: Path) -> None:
         ({"names": ("jsonll",)}, r"logger\.names\[0\]='jsonll' is not a choice. Did you mean 'jsonl'"),
         ({"names": ("my_parts.loggers:CsvLoger",)}, "Did you mean 'CsvLogger'"),
         ({"names": ("my_parts.losses:spo",)}, "must be a subclass of embodied_rl.loggers.Logger"),
+        ({"names": ("embodied_rl.loggers:Logger",)}, "it must define close and log"),
         ({"names": ("my_parts.loggers:CsvLogger",), "options": {"CsvLogger": {"colums": []}}}, "Did you mean 'columns'"),
         ({"names": ("my_parts.loggers:CsvLogger",), "options": {"CsvLogger": {"columns": 3}}}, "options.CsvLogger.columns must be a list"),
         ({"names": ("my_parts.loggers:CsvLogger",), "options": {"Csv": {}}}, "logger.names does not contain this logger"),

@@ -180,5 +180,7 @@ def check_loggers(config: LoggerConfig) -> None:
         cls = LOGGERS.load(name)
         if not (isinstance(cls, type) and issubclass(cls, Logger)):
             raise UserError(f"'{name}' is not a logger: it must be a subclass of embodied_rl.loggers.Logger.")
+        if cls.__abstractmethods__:
+            raise UserError(f"'{name}' is not a whole logger: it must define {' and '.join(sorted(cls.__abstractmethods__))}.")
         own = name.rpartition(":")[2]
         check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=_OFFERED)
