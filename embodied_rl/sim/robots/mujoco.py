@@ -269,7 +269,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
         task: id such as "HalfCheetah-v5".
         **kwargs: arguments of the task: ``camera_name``, ``frame_skip``, reward weights, …
 
-    Raises MissingExtraError; UserError: unknown task or argument.
+    Raises MissingExtraError; UserError: unknown task or camera.
     """
     envs = [make_one(task, "mujoco", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
