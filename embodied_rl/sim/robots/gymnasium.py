@@ -258,7 +258,7 @@ class GymnasiumSim(SimEnv):
     def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         try:
             self._step_rows(env_ids, actions, out)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             if not _is_ours(error):
                 raise
             raise _unlike(self.spec.task, "A step", error) from error

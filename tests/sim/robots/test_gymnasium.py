@@ -433,6 +433,15 @@ def test_answers_that_are_no_numbers_are_named(part: str, value: Any) -> None:
         GymnasiumSim([Odd(**{part: value})])
 
 
+def test_an_info_that_is_none_later_is_named() -> None:
+    sim = GymnasiumSim([Odd(late=2, info=None)])
+    out = StepBuffers.allocate(sim.spec, 1)
+    sim.reset([0], [0], out)
+    sim.step([0], np.zeros((1, 1)), out)
+    with pytest.raises(WrongShapeError, match=r"A step of 'Odd' is not what .* 'NoneType' object has no attribute 'get'"):
+        sim.step([0], np.zeros((1, 1)), out)
+
+
 def test_frames_that_are_no_pictures_are_refused() -> None:
     for frame, shown in ((None, "None"), (np.zeros((4, 4)), r"\(4, 4\)"), ([np.zeros((4, 4, 3))], r"\(1, 4, 4, 3\)")):
         with pytest.raises(UserError, match=rf"`render` of 'Odd' must return an array \[H, W, 3\] .* got {shown}"):
