@@ -312,7 +312,8 @@ def expand_checkpoints(text: str) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     if values["checkpoint"] is None:
-        evaluate_untrained(argv, values, overrides)
+        player = choose_untrained(argv, values, overrides)
+        _tell_untrained(player, play_untrained(player), values, command_line("evaluate", argv))
         return
     with progress_bar(f"evaluating {values['checkpoint']}"):
         players, results = _play(values, overrides)
@@ -472,12 +473,6 @@ class Untrained:
         if self.kind == "random":
             return self.kind
         return f"{self.kind} ({self.folder})" if self.folder else f"untrained {self.kind}"
-
-
-def evaluate_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Play, print and write as the command's arguments say. Raises UserError."""
-    player = choose_untrained(argv, values, overrides)
-    _tell_untrained(player, play_untrained(player), values, command_line("evaluate", argv))
 
 
 def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Untrained:

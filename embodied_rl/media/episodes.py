@@ -160,10 +160,9 @@ def thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
     return stride
 
 
-def beside_each_other(views: Mapping[str, np.ndarray] | Sequence[np.ndarray], size: int) -> np.ndarray:
+def beside_each_other(views: Sequence[np.ndarray], size: int) -> np.ndarray:
     """One picture [size, cameras · size, 3] of pictures [H, W, 3] uint8 of any size, with their shapes kept."""
-    pictures = list(views.values()) if isinstance(views, Mapping) else views
-    return np.concatenate([fit_square(np.ascontiguousarray(picture), size) for picture in pictures], axis=1)
+    return np.concatenate([fit_square(np.ascontiguousarray(picture), size) for picture in views], axis=1)
 
 
 def summaries(recording: Recording) -> list[EpisodeSummary]:

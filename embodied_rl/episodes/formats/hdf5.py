@@ -337,7 +337,7 @@ def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:
     options: dict[str, Any] = {"data": array}
     if array.dtype == object:
         for row, text in enumerate(array):
-            if "\0" in text or not _is_unicode(text):
+            if not is_storable(text):
                 raise RecordingError(
                     f"{group.name}/{name}, row {row}: HDF5 files cannot store text with NUL or half a surrogate pair, as {text!r:.80}."
                 )
@@ -350,12 +350,9 @@ def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:
         raise RecordingError(f"{group.name}/{name}: HDF5 files cannot store it ({brief(error)}).") from error
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+def is_storable(value: object) -> bool:
+    """Whether an HDF5 file can store it as text, which has neither NUL nor half a surrogate pair."""
+    return isinstance(value, str) and "\0" not in value and value == value.encode("utf-8", "replace").decode()
 
 
 def write_extras(

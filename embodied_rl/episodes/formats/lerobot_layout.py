@@ -115,7 +115,7 @@ def feature_name(field: str, picture: bool, taken: set[str]) -> str:
     if picture:
         name = f"observation.images.{key.removeprefix('rgb.') if room == 'observation' else f'view.{key}'}"
     name = name.replace("/", ".")
-    if name in taken or name in COUNTERS:
+    while name in taken or name in COUNTERS:
         name = f"{name}_{len(taken)}"
     return name
 

@@ -248,7 +248,8 @@ def _write_h5(
 
 def _reset_kwargs(episode: RecordedEpisode, info: RecordingInfo) -> dict[str, Any]:
     """Reset arguments with which ManiSkill's environment reproduces the episode."""
-    options = dict(episode.metadata.get("reset_options") or {})
+    theirs = episode.metadata.get("reset_options")
+    options = dict(theirs) if isinstance(theirs, dict) else {}
     if info.metadata.get("reconfigure"):
         options["reconfigure"] = True
     return {"seed": episode.seed} | ({"options": options} if options else {})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5Recording, new_file, read_extras, require_numbers, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5Recording, is_storable, new_file, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -243,13 +243,16 @@ def _write_h5(path: Path, recording: Recording, notes: base.NoteBook, advance: b
             total += episode.num_steps
             own = episode.metadata.get("masks")
             for mask in own if isinstance(own, list) else ():
-                masks.setdefault(str(mask), []).append(name)
+                if is_storable(mask) and mask and "/" not in mask:
+                    masks.setdefault(mask, []).append(name)
             advanced(1)
         data.attrs["total"] = total
         data.attrs["env_args"] = json.dumps(_env_args(recording, notes))
         data.attrs[base.SIDE_ENTRY] = json.dumps(base.side_info(recording.info, recording.spec.tensors))
-        for attribute, value in dict(recording.info.metadata.get("attributes") or {}).items():
-            data.attrs[attribute] = value
+        theirs = recording.info.metadata.get("attributes")
+        for attribute in _KEPT_ATTRIBUTES if isinstance(theirs, dict) else ():
+            if is_storable(value := theirs.get(attribute)):
+                data.attrs[attribute] = value
         if "problem_info" not in data.attrs and recording.spec.instruction:
             data.attrs["problem_info"] = json.dumps({"language_instruction": recording.spec.instruction})
         if not masks:
@@ -267,7 +270,7 @@ def _split(number: int, num_episodes: int) -> str:
 
 def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: base.NoteBook) -> None:
     group.attrs["num_samples"] = episode.num_steps
-    if isinstance(model := episode.metadata.get("model_file"), str):
+    if is_storable(model := episode.metadata.get("model_file")):
         group.attrs["model_file"] = model
     for key in kept:
         write_array(group, f"obs/{key}", episode.observation[key][:-1])

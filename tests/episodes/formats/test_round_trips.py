@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -240,11 +241,17 @@ def test_a_name_that_is_the_beginning_of_another_is_one_line(name: str, tmp_path
         write_foreign(source, tmp_path / "there", name)
 
 
-def test_metadata_of_other_programs_are_no_masks(tmp_path: Path) -> None:
-    with record(tmp_path / "native", info_of(STATE), [make_episode(STATE, 0, 3, metadata={"masks": 5})]) as source:
-        back, _ = converted(source, tmp_path / "there", "robomimic")
-    with back:
-        assert back.episode(0).metadata["masks"] == 5
+@pytest.mark.parametrize("name", FORMATS)
+def test_metadata_of_other_programs_are_no_masks_options_or_attributes(name: str, tmp_path: Path) -> None:
+    ours = {"masks": ["a/b", "", 3], "model_file": "\0", "reset_options": [1]}
+    for attributes in ({"masks": 5}, ours):
+        place = tmp_path / str(len(attributes))
+        info = replace(info_of(STATE), metadata={"attributes": {"": "x", "embodied_rl": "x", "env": {"a": 1}}, "env_args": [1]})
+        with record(place, info, [make_episode(STATE, 0, 2, metadata=attributes)]) as source:
+            back, _ = converted(source, place / "there", name)
+        with back:
+            assert validate(back) == []
+            assert dict(back.episode(0).metadata).items() >= attributes.items()
 
 
 def test_half_a_surrogate_pair_in_an_instruction(tmp_path: Path) -> None:
