@@ -31,9 +31,11 @@ import numpy as np
 import pytest
 
 from embodied_rl.distributed.processes import end_process, start_module
+from embodied_rl.sim import process as simulator_process
 from embodied_rl.sim.affinity import thread_variables
 from embodied_rl.sim.process import WorkerProcess
 from embodied_rl.sim.rendering import configure_rendering
+from embodied_rl.sim.transport import Doorbell
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = {
@@ -110,9 +112,17 @@ def _request_sockets() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-@functools.cache
+_servers: dict[str, tuple[socket.socket, int]] = {}
+
+
 def server(kind: str) -> tuple[socket.socket, int]:
     """What takes requests, and its process; it is begun by the first call, with the environment of then."""
+    if kind not in _servers:
+        _servers[kind] = _begin_server(kind)
+    return _servers[kind]
+
+
+def _begin_server(kind: str) -> tuple[socket.socket, int]:
     ours, theirs = _request_sockets()
     environment = {**os.environ, **({} if kind == "torch" else ALONE)}
     with theirs:
@@ -143,7 +153,7 @@ def start_forked_simulator(
     keeper: str, module: str, manager: int, *arguments: object, pass_fds: Sequence[int], environment: Mapping[str, str], output: IO[bytes]
 ) -> Fork | subprocess.Popen[bytes]:
     """The keeper of a simulator's process; one of its own where its libraries would read another environment."""
-    if module not in IMPORTED["simulators"] or dict(environment) != ALONE:
+    if module not in IMPORTED["simulators"] or dict(environment) != ALONE or (_is_fork and _simulated.kind not in _servers):
         return start_module(keeper, module, manager, *arguments, pass_fds=pass_fds, environment=environment, output=output)
     _, parent = server(kind := _simulated.kind)
     words = [module, str(parent), *map(str, arguments)]  # it ends with what forked it: when this process ends
@@ -186,10 +196,21 @@ def _start(
     """
     ours, theirs = socket.socketpair()
     what = {"module": module, "words": words, "environment": environment, "folder": folder, "collects": collects}
+    servers = _for_its_simulators() if kind == "torch" else {}
+    descriptors = {**descriptors, **{control.fileno(): control.fileno() for control, _ in servers.values()}}
+    what["servers"] = {name: (control.fileno(), process) for name, (control, process) in servers.items()}
     with theirs:
         message = json.dumps({**what, "descriptors": list(descriptors)}).encode()
         socket.send_fds(server(kind)[0], [message], [theirs.fileno(), *descriptors.values()])
     return Fork(ours)
+
+
+def _for_its_simulators() -> dict[str, tuple[socket.socket, int]]:
+    """What a fork asks for the simulators' processes that it starts, where this process has forks for its own too."""
+    if simulator_process.start_module is not start_forked_simulator:
+        return {}
+    server("simulators")
+    return {kind: known for kind, known in _servers.items() if kind != "torch"}
 
 
 def _streams(out: int, err: int, *passed: int) -> dict[int, int]:
@@ -215,7 +236,14 @@ class _Simulated(threading.local):
 
 
 _simulated = _Simulated()
+_is_fork = False
 _begin = WorkerProcess.__init__
+_make_bell = Doorbell.__init__
+
+
+def _block_at_once(self: Doorbell, word: np.ndarray, waiting: np.ndarray, *yields: int, spins: bool = True) -> None:
+    """A waiter that yields first takes a tenth of the processor from the tests beside it."""
+    _make_bell(self, word, waiting, 0, spins=False)
 
 
 def _begin_knowing(self: WorkerProcess, index: int, setup: dict[str, Any], *more: Any, **named: Any) -> None:
@@ -232,6 +260,7 @@ def forked_simulators() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("embodied_rl.sim.process.start_module", start_forked_simulator)
         patched.setattr(WorkerProcess, "__init__", _begin_knowing)
+        patched.setattr(Doorbell, "__init__", _block_at_once)
         yield
 
 
@@ -304,14 +333,23 @@ def _use_once() -> None:
     gae(reward=step, value=step, **ends, gamma=0.9, gae_lambda=0.9)
 
 
+def _run(module: str, servers: Mapping[str, Sequence[int]]) -> None:
+    """Run the module of a fork, whose simulators are forks of these servers."""
+    with forked_simulators() if servers else contextlib.nullcontext():
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
+    global _is_fork
     if kind == "maniskill":
         configure_rendering()
     for name in IMPORTED[kind]:
         importlib.import_module(name)
     if kind == "torch":
         _use_once()
+    else:
+        Doorbell.__init__ = _block_at_once  # type: ignore[assignment,method-assign]
     gc.freeze()
     asked = _serve(socket.socket(fileno=descriptor))
     if asked is None:
@@ -322,7 +360,9 @@ def main(kind: str, descriptor: int) -> Callable[[], object]:
     sys.argv[1:] = request["words"]
     if request["collects"]:
         gc.enable()
-    return functools.partial(runpy.run_module, request["module"], run_name="__main__", alter_sys=True)
+    _is_fork = True
+    _servers.update({name: (socket.socket(fileno=number), process) for name, (number, process) in request["servers"].items()})
+    return functools.partial(_run, request["module"], request["servers"])
 
 
 if __name__ == "__main__":
