@@ -16,7 +16,7 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 WORTH_A_LINE_S = 1.0
-ALONE_S = 20.0
+ALONE_S = 30.0
 """A test of so many seconds waits for no other of its file. What its file's fixtures take is spent once more."""
 SHORT_S = 0.1
 """What a test takes that has no line."""

@@ -154,7 +154,7 @@ def queue_of(trainer: Trainer) -> Any:
 
 
 def check_a_robots_run(tmp_path: Path, *words: str) -> None:
-    """Also of what hosts that are actors play (tests/roles/test_multiplexed_ray.py)."""
+    """Also of what hosts that are actors play (tests/roles/test_ray.py)."""
     config = configured(tmp_path, *GROUPS, SHARED, ONE_BEHIND, "total_steps=700", "profile=true", "algorithm.groups.redundancy=1", *words)
     ages: list[int] = []
     numbers: list[int] = []

@@ -1,4 +1,7 @@
-"""Hosts that are actors of a real Ray cluster, lent to training and taken back: what they reserve, and the runs of hosts without Ray."""
+"""Hosts that are actors of a real Ray cluster, lent to training and taken back: what they reserve, and the runs of hosts without Ray.
+
+What every change must pass of them in a cluster is in tests/roles/test_ray.py, which starts one.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,15 @@ import pytest
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, ShardingConfig
 from embodied_rl.config.hybrid import PlacementConfig
-from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.torch_backend import ModuleActor
-from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods import training_sim
-from embodied_rl.roles.device_lease import DeviceLease, HostPlan
-from embodied_rl.roles.multiplexed import MultiplexedTokens
 from embodied_rl.roles.ray_cluster import RayCluster, bundles_of, needs_of, prepare
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from tests.agents.samples import tiny_policy
 from tests.golden.runs import RUNS
 from tests.roles.runs import ROLLOUTS, assert_same_run, configured, curve, trained
-from tests.roles.test_multiplexed import SHARED, check_a_robots_run, run_texts
+from tests.roles.test_multiplexed import SHARED, run_texts
 
 ON_RAY = ["hybrid.cluster=ray", "hybrid.num_threads=1"]
 
@@ -135,10 +133,6 @@ def test_a_host_that_is_lent_has_no_copy_until_it_is_back(tmp_path: Path) -> Non
     assert not np.array_equal(after.log_prob, before.log_prob)
 
 
-def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path, session: Any) -> None:
-    check_a_robots_run(tmp_path, *ON_RAY, "total_steps=350")
-
-
 @pytest.mark.slow
 def test_an_agents_run_trains_while_the_other_host_answers(tmp_path: Path, session: Any) -> None:
     """Answers move between the actors, and no token is lost; nor is a group with an actor that is killed."""
@@ -150,44 +144,6 @@ def test_an_agents_run_trains_while_the_other_host_answers(tmp_path: Path, sessi
     turns = [turn for episode in episodes for turn in episode.turns]
     assert all(len(turn.version) == len(turn.token_ids) == len(turn.log_prob) for turn in turns)
     assert all(abs(row["train/log_prob_difference"]) < 0.2 for row in rows if "train/log_prob_difference" in row)
-
-
-def test_requests_of_a_turn_reach_each_host_together(tmp_path: Path, session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that share a forward pass do not depend on the clock: a host that looks up after each step answers as one that never does."""
-    from embodied_rl.roles import ray_generation
-
-    def answered(moment_s: float) -> tuple[list[int], list[tuple[int, list[float]]]]:
-        monkeypatch.setattr(ray_generation, "_MOMENT_S", moment_s)
-        sent: list[int] = []
-
-        class Here:
-            """An actor's calls, in this process."""
-
-            def __init__(self, backend: TorchTokens) -> None:
-                self.backend, self.tokens = backend, self
-
-            def remote(self, name: object, what: str, *arguments: Any) -> Any:
-                if what == "submit":
-                    sent.append(len(arguments[0]))
-                return session.put(("value", ray_generation._OF_TOKENS[what](self.backend, *arguments)))
-
-        model = tiny_policy(tmp_path).generation_model()
-        hosts = [ray_generation.RayHostTokens(Here(TorchTokens(model)), ("", ""), False, True, "cpu") for _ in range(2)]
-        tokens = MultiplexedTokens(hosts, DeviceLease(HostPlan(2, 1, 2)), 8, lambda version, tensors: None)
-        asked = [
-            GenerationRequest(request_id=number, prompt_ids=np.arange(3 + number), max_new_tokens=12, seed=number) for number in range(7)
-        ]
-        for request in asked[:6]:
-            tokens.submit([request])
-        found = tokens.poll(6)
-        tokens.submit(asked[6:])
-        tokens.abort([6])
-        assert [last.request_id for last in tokens.poll()] == [6], "it was sent before it was aborted"
-        return sent, sorted((one.request_id, one.log_prob.tolist()) for one in found)
-
-    often, seldom = answered(0.0), answered(60.0)
-    assert often[0][:2] == [3, 3]
-    assert often == seldom
 
 
 @pytest.mark.slow

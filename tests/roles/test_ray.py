@@ -19,10 +19,15 @@ import torch
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
 from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan
+from embodied_rl.roles.multiplexed import MultiplexedTokens
 from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.agents.samples import tiny_policy
 from tests.forks import run_forked
 from tests.methods.test_domain_options import DOOR as DOOR_SIM
 from tests.methods.test_domain_options import PLAYERS
@@ -31,6 +36,7 @@ from tests.methods.test_programs import STAYS
 from tests.methods.test_programs import small as programs
 from tests.methods.test_rollout_domains import ROLLOUTS_OF_DOMAINS
 from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, assert_same_run, configured, curve, groups_of, trained
+from tests.roles.test_multiplexed import check_a_robots_run
 
 SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 1}"
 
@@ -41,6 +47,48 @@ def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, sessio
     here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
     assert_same_run(here, there)
     assert curve(there)[-1]["reward_worker/scored"] > 0
+
+
+def test_a_robots_run_trains_while_the_other_host_plays(tmp_path: Path, session: Any) -> None:
+    check_a_robots_run(tmp_path, "hybrid.cluster=ray", "hybrid.num_threads=1", "total_steps=350")
+
+
+def test_requests_of_a_turn_reach_each_host_together(tmp_path: Path, session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that share a forward pass do not depend on the clock: a host that looks up after each step answers as one that never does."""
+    from embodied_rl.roles import ray_generation
+
+    def answered(moment_s: float) -> tuple[list[int], list[tuple[int, list[float]]]]:
+        monkeypatch.setattr(ray_generation, "_MOMENT_S", moment_s)
+        sent: list[int] = []
+
+        class Here:
+            """An actor's calls, in this process."""
+
+            def __init__(self, backend: TorchTokens) -> None:
+                self.backend, self.tokens = backend, self
+
+            def remote(self, name: object, what: str, *arguments: Any) -> Any:
+                if what == "submit":
+                    sent.append(len(arguments[0]))
+                return session.put(("value", ray_generation._OF_TOKENS[what](self.backend, *arguments)))
+
+        model = tiny_policy(tmp_path).generation_model()
+        hosts = [ray_generation.RayHostTokens(Here(TorchTokens(model)), ("", ""), False, True, "cpu") for _ in range(2)]
+        tokens = MultiplexedTokens(hosts, DeviceLease(HostPlan(2, 1, 2)), 8, lambda version, tensors: None)
+        asked = [
+            GenerationRequest(request_id=number, prompt_ids=np.arange(3 + number), max_new_tokens=12, seed=number) for number in range(7)
+        ]
+        for request in asked[:6]:
+            tokens.submit([request])
+        found = tokens.poll(6)
+        tokens.submit(asked[6:])
+        tokens.abort([6])
+        assert [last.request_id for last in tokens.poll()] == [6], "it was sent before it was aborted"
+        return sent, sorted((one.request_id, one.log_prob.tolist()) for one in found)
+
+    often, seldom = answered(0.0), answered(60.0)
+    assert often[0][:2] == [3, 3]
+    assert often == seldom
 
 
 @pytest.mark.slow
