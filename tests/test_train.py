@@ -83,7 +83,7 @@ def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
     ],
 )
 def test_resume_continues_to_the_same_curve_bit_for_bit(tmp_path: Path, task: list[str]) -> None:
-    common = [*task, "checkpoint.every_steps=256", "checkpoint.keep_last=9", "total_steps=1024", "algorithm.lr_schedule=linear"]
+    common = [*task, "checkpoint.every_steps=256", "checkpoint.keep_last=9", "total_steps=768", "algorithm.lr_schedule=linear"]
     whole = train(load_train_config([*common, f"run_dir={tmp_path}/whole"]))
     again = train(load_train_config([*common, f"run_dir={tmp_path}/again"]))
     middle = sorted((whole / "checkpoints").glob("step_*"))[1]
@@ -103,10 +103,10 @@ def test_resume_continues_to_the_same_curve_bit_for_bit(tmp_path: Path, task: li
 def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     curves = []
     for workers in (1, 2, 4):
-        run = train(load_train_config([*PENDULUM, f"sim.num_workers={workers}", "total_steps=1024", f"run_dir={tmp_path}/{workers}"]))
+        run = train(load_train_config([*PENDULUM, f"sim.num_workers={workers}", "total_steps=512", f"run_dir={tmp_path}/{workers}"]))
         curves.append(without_clocks(curve(run)))
     assert curves[0] == curves[1] == curves[2]
-    assert len(curves[0]) == 4
+    assert len(curves[0]) == 2
 
 
 def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_a_killed_simulator_leaves_the_curve_as_it_was(tmp_path: Path, monkeypat
     """A worker dies in the middle of the run: the run goes on, the numbers are the same, and the fault is on record."""
 
     def train_it(name: str) -> list[dict]:
-        config = load_train_config([*PENDULUM, "sim.num_workers=2", "total_steps=2048", f"run_dir={tmp_path / name}"])
+        config = load_train_config([*PENDULUM, "sim.num_workers=2", "total_steps=1280", f"run_dir={tmp_path / name}"])
         train(config, command="python -m embodied_rl.train")
         return curve(tmp_path / name)
 
@@ -458,28 +458,29 @@ def test_a_killed_simulator_leaves_the_curve_as_it_was(tmp_path: Path, monkeypat
     )
 
 
-@pytest.mark.parametrize("changes", [["sim.num_workers=2"], ["sim.num_slots=2"], ["sim.num_slots=7"]])
-def test_groups_do_not_depend_on_workers_and_slots(tmp_path: Path, changes: list[str]) -> None:
+def test_groups_do_not_depend_on_workers_and_slots(tmp_path: Path) -> None:
     """Their episodes have seeds and noise of their own. (Forward passes of other sizes may round differently, so not bit for bit.)"""
     curves = []
-    for name, more in (("one", []), ("other", changes)):
-        run = train(load_train_config([*GROUPS, "total_steps=600", f"run_dir={tmp_path / name}", *more]))
+    for number, changes in enumerate(([], ["sim.num_workers=2"], ["sim.num_slots=2"], ["sim.num_slots=7"])):
+        run = train(load_train_config([*GROUPS, "total_steps=500", f"run_dir={tmp_path}/{number}", *changes]))
         curves.append(without_clocks(curve(run)))
-    assert [row["step"] for row in curves[0]] == [row["step"] for row in curves[1]]
-    assert [row["episode/return"] for row in curves[0]] == pytest.approx([row["episode/return"] for row in curves[1]])
+    assert len(curves[0]) > 2
+    for other in curves[1:]:
+        assert [row["step"] for row in other] == [row["step"] for row in curves[0]]
+        assert [row["episode/return"] for row in other] == pytest.approx([row["episode/return"] for row in curves[0]])
 
 
 def test_groups_without_a_signal_are_replaced_and_counted(tmp_path: Path) -> None:
     """CartPole returns of a group are seldom equal, so the filter is on the mean: groups below it are dropped and others played."""
     filters = "algorithm.groups.filters=[{name: mean_score, minimum: 20}]"
-    run = train(load_train_config([*GROUPS, filters, "total_steps=1500", f"run_dir={tmp_path}/run"]))
+    run = train(load_train_config([*GROUPS, filters, "total_steps=800", f"run_dir={tmp_path}/run"]))
     last = curve(run)[-1]
     assert last["groups/filtered"] > 0
     assert last["groups/consumed"] == 2 * len(curve(run))
 
 
 def test_old_episodes_are_trained_on_within_the_staleness(tmp_path: Path) -> None:
-    overrides = [*GROUPS, "algorithm=decoupled_ppo", "total_steps=3000", f"run_dir={tmp_path}/run"]
+    overrides = [*GROUPS, "algorithm=decoupled_ppo", "total_steps=1200", f"run_dir={tmp_path}/run"]
     run = train(load_train_config(overrides))
     assert curve(run)[-1]["groups/consumed"] > 4
     assert json.loads((run / "results.json").read_text())["return_mean"] > 0
