@@ -213,10 +213,13 @@ def run(arguments: list[str], folder: Path, timeout_s: float = 240.0) -> str:
 
 
 def test_the_env_manager_script(tmp_path: Path) -> None:
-    printed = run([str(EXAMPLES / "use_the_env_manager" / "cross_entropy.py")], tmp_path)
+    script = (EXAMPLES / "use_the_env_manager" / "cross_entropy.py").read_text(encoding="utf-8")
+    assert script.count("num_generations=12") == 1
+    (tmp_path / "shorter.py").write_text(script.replace("num_generations=12", "num_generations=4"), encoding="utf-8")
+    printed = run(["shorter.py"], tmp_path)
     (returns,) = re.findall(r"by generation: ([\d ]+)", printed)
     elite = [int(value) for value in returns.split()]
-    assert len(elite) == 12
+    assert len(elite) == 4
     # A random linear controller seldom holds 300 of 500 steps on average; a good one holds all.
     assert elite[-1] >= 475 > elite[0]
     (episodes,) = re.findall(r"at random: (\d+) episodes", printed)
@@ -246,7 +249,7 @@ def test_the_notebook(tmp_path: Path) -> None:
 
     notebook = nbformat.read(EXAMPLES / "notebooks" / "first_run.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit the notebook without outputs"
-    shorter = (('"total_steps=25_000", ', '"total_steps=25_000", "evaluation.num_episodes=10", '), ("checkpoint, 40,", "checkpoint, 10,"))
+    shorter = (('"total_steps=25_000", ', '"total_steps=12_000", "evaluation.num_episodes=10", '), ("checkpoint, 40,", "checkpoint, 10,"))
     for cell in notebook.cells:
         for shown, run in shorter:
             cell.source = cell.source.replace(shown, run)
@@ -264,7 +267,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     assert float(random) < 40
     assert float(trained) > 200
     (results,) = tmp_path.glob("runs/cartpole/*/results.json")
-    assert json.loads(results.read_text(encoding="utf-8"))["steps"] >= 25_000
+    assert json.loads(results.read_text(encoding="utf-8"))["steps"] >= 12_000
 
 
 # ---- docs/add_a_simulator.md ----------------------------------------------------------------------------------------
@@ -377,6 +380,7 @@ def test_a_configuration_folder_of_ones_own(written: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
+@pytest.mark.usefixtures("forked")
 def test_the_documented_simulators_are_learned(written: Path) -> None:
     training = [words for name, words in commands(SIMULATOR_GUIDE.read_text(encoding="utf-8")) if name == "train" and "sim=custom" in words]
     single, batch = training

@@ -95,7 +95,7 @@ def test_installed_wheel_trains_from_another_folder(installed: Path, tmp_path: P
     listed = run([installed, "-m", "embodied_rl.catalog", "experiments"], cwd=tmp_path, COLUMNS="200").stdout
     assert [name for name in group_names("experiment") if name not in listed] == []
 
-    command = [installed, "-m", "embodied_rl.train", "experiment=fetch_reach", "total_steps=1000", "evaluation.num_episodes=4"]
+    command = [installed, "-m", "embodied_rl.train", "experiment=cartpole", "total_steps=512", "evaluation.num_episodes=4"]
     run([*command, "video.enabled=no", "run_dir=here"], cwd=tmp_path)
     results = json.loads((tmp_path / "here" / "results.json").read_text(encoding="utf-8"))
     assert results["num_episodes"] == 4
