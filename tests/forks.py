@@ -219,7 +219,14 @@ def _streams(out: int, err: int, *passed: int) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[None]:
-    """Simulators' processes, roles and ranks that a module's tests start are forks. Other modules' tests start them as the package does."""
+    """Processes that a module's tests start are forks. Other modules' tests start them as the package does."""
+    with forked_processes():
+        yield
+
+
+@contextlib.contextmanager
+def forked_processes() -> Iterator[None]:
+    """Simulators' processes, roles and ranks that are started inside are forks."""
     from embodied_rl.learning import rank_hosts
     from embodied_rl.roles import role_process
 

@@ -58,6 +58,7 @@ def shortened(name: str, arguments: list[str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.ci_sample
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("forked")
 def test_every_command_runs(tmp_path: Path) -> None:
     code, _ = blocks(README, "python")  # the lines from Python run in tests/test_learn.py
     path = re.match(r"# (\S+\.py)\n", code)

@@ -18,6 +18,7 @@ from embodied_rl.roles import local_devices
 from embodied_rl.roles.local_devices import LocalDevices, plan_devices, visible_gpu
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.trainer import Trainer
+from tests.forks import forked_processes
 from tests.golden.runs import RUNS
 from tests.roles.runs import GROUPS, ROLLOUTS, assert_same_run, configured, trained
 
@@ -109,7 +110,8 @@ def test_ranks_and_players_are_started_on_what_the_roles_name(tmp_path: Path, mo
     """The GPUs are made up, and all else is real: torch finds none of them and computes on the processor. The numbers are those of one
     process."""
     task = [*GROUPS, RANKS, "total_steps=150"]
-    here = trained(tmp_path / "here", *task)
+    with forked_processes():
+        here = trained(tmp_path / "here", *task)
     made_up(monkeypatch, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
     trainer, seen = run(configured(tmp_path / "named", *task, roles("0/gpu:1", "0/gpu:6-7")), tmp_path / "named")

@@ -69,6 +69,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("task", [pytest.param(ROLLOUTS, id="rollouts"), pytest.param(GROUPS, id="groups", marks=pytest.mark.ci_sample)])
 def test_ranks_on_two_nodes_are_ranks_here(tmp_path: Path, cluster: Any, task: list[str]) -> None:
     """Bit for bit, and one rank's run to 1e-5; every rank is where it should be, and ends with the run."""
