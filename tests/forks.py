@@ -218,19 +218,19 @@ def _streams(out: int, err: int, *passed: int) -> dict[int, int]:
 
 
 @pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
+def forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that a module's tests start are forks. Other modules' tests start them as the package does."""
-    with forked_processes():
+    with forked_processes(blocks=ROOT / "tests" / "sim" not in request.path.parents):
         yield
 
 
 @contextlib.contextmanager
-def forked_processes() -> Iterator[None]:
+def forked_processes(*, blocks: bool = True) -> Iterator[None]:
     """Simulators' processes, roles and ranks that are started inside are forks."""
     from embodied_rl.learning import rank_hosts
     from embodied_rl.roles import role_process
 
-    with forked_simulators(), pytest.MonkeyPatch.context() as patched:
+    with forked_simulators(blocks=blocks), pytest.MonkeyPatch.context() as patched:
         for user in (rank_hosts, role_process):
             patched.setattr(user, "start_module", start_forked)
         yield
@@ -246,6 +246,8 @@ _simulated = _Simulated()
 _is_fork = False
 _begin = WorkerProcess.__init__
 _make_bell = Doorbell.__init__
+_BLOCKS = "EMBODIED_RL_TESTS_BLOCK"
+"""In the environment of processes whose waiters block at once."""
 
 
 def _block_at_once(self: Doorbell, word: np.ndarray, waiting: np.ndarray, *yields: int, spins: bool = True) -> None:
@@ -262,12 +264,14 @@ def _begin_knowing(self: WorkerProcess, index: int, setup: dict[str, Any], *more
 
 
 @contextlib.contextmanager
-def forked_simulators() -> Iterator[None]:
-    """Processes of simulators that are started inside are forks."""
+def forked_simulators(*, blocks: bool = True) -> Iterator[None]:
+    """Processes of simulators that are started inside are forks; with `blocks` neither they nor their manager yield before they block."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("embodied_rl.sim.process.start_module", start_forked_simulator)
         patched.setattr(WorkerProcess, "__init__", _begin_knowing)
-        patched.setattr(Doorbell, "__init__", _block_at_once)
+        if blocks:
+            patched.setattr(Doorbell, "__init__", _block_at_once)
+            patched.setenv(_BLOCKS, "1")
         yield
 
 
@@ -342,7 +346,7 @@ def _use_once() -> None:
 
 def _run(module: str, servers: Mapping[str, Sequence[int]]) -> None:
     """Run the module of a fork, whose simulators are forks of these servers."""
-    with forked_simulators() if servers else contextlib.nullcontext():
+    with forked_simulators(blocks=_BLOCKS in os.environ) if servers else contextlib.nullcontext():
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -355,8 +359,6 @@ def main(kind: str, descriptor: int) -> Callable[[], object]:
         importlib.import_module(name)
     if kind == "torch":
         _use_once()
-    else:
-        Doorbell.__init__ = _block_at_once  # type: ignore[assignment,method-assign]
     gc.freeze()
     asked = _serve(socket.socket(fileno=descriptor))
     if asked is None:
@@ -367,6 +369,8 @@ def main(kind: str, descriptor: int) -> Callable[[], object]:
     sys.argv[1:] = request["words"]
     if request["collects"]:
         gc.enable()
+    if kind != "torch" and _BLOCKS in os.environ:
+        Doorbell.__init__ = _block_at_once  # type: ignore[assignment,method-assign]
     _is_fork = True
     _servers.update({name: (socket.socket(fileno=number), process) for name, (number, process) in request["servers"].items()})
     return functools.partial(_run, request["module"], request["servers"])
