@@ -49,21 +49,25 @@ class WorkerProcess:
         self.index = index
         self.num_envs: list[int] = setup["num_envs"]
         self._output = Output()
-        ours, theirs = socket.socketpair()
-        life_read, self._life_write = os.pipe()
-        self._ready, ready_write = os.pipe()
         self._pid: int | None = None
         # Some simulators iterate over sets of strings; without a fixed hash seed each process would play another episode for a seed.
         environment = {**thread_variables(threads), "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-        handed = (theirs.fileno(), life_read, ready_write)
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            ours.callback(self._output.file.close)
+            connection, other_end = socket.socketpair()
+            theirs.callback(other_end.close)
+            ours.callback(connection.close)
+            life_read, self._life_write = os.pipe()
+            theirs.callback(os.close, life_read)
+            ours.callback(os.close, self._life_write)
+            self._ready, ready_write = os.pipe()
+            theirs.callback(os.close, ready_write)
+            ours.callback(os.close, self._ready)
+            handed = (other_end.fileno(), life_read, ready_write)
             keeper = ("embodied_rl.sim.keeper", module, os.getpid(), *handed)
             self._process = start_module(*keeper, pass_fds=handed, environment=environment, output=self._output.file)
-        finally:
-            theirs.close()
-            os.close(life_read)
-            os.close(ready_write)
-        self.channel = Channel(ours, asks=True)
+            ours.pop_all()  # they live as long as the process
+        self.channel = Channel(connection, asks=True)
         # A process that died before it read this is found dead when its first message is awaited.
         with contextlib.suppress(ChannelClosed):
             self.channel.ask({**setup, "sys_path": sys.path})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationError, SimFault
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.process import WorkerProcess
 from tests.sim.runs import PassingTime
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -179,7 +181,17 @@ def test_descriptors_and_processes_do_not_pile_up() -> None:
         with EnvManager(SimFactory(COUNTING), 2, num_workers=1) as manager:
             manager.reset()
         counts.append((own.num_fds(), len(own.children())))
-    assert counts[0] == counts[1] == counts[2]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for further in range(3, 7):  # of all that a worker needs, so many can be opened
+        resource.setrlimit(resource.RLIMIT_NOFILE, (own.num_fds() + further, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                WorkerProcess(0, {"num_envs": [1]})
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        gc.collect()
+        counts.append((own.num_fds(), len(own.children())))
+    assert len(set(counts)) == 1, counts
 
 
 def test_a_thousand_slabs_leave_nothing_behind() -> None:

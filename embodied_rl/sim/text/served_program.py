@@ -70,8 +70,12 @@ class StartedProgram:
             self._printed.file.close()
             raise
         self._process = self._started.process
-        self.ended = os.pidfd_open(self._process.pid)
-        """Descriptor that is readable once the program has ended."""
+        try:
+            self.ended = os.pidfd_open(self._process.pid)
+            """Descriptor that is readable once the program has ended."""
+        except OSError:
+            self._started.end()
+            raise
 
     def tail(self) -> str:
         """End of its output."""
