@@ -168,6 +168,17 @@ def finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"algorithm.gamma": 0.99, …} from {"algorithm": {"gamma": 0.99, …}, …}"""
+    rows: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            rows |= flat(value, f"{prefix}{key}.")
+        else:
+            rows[f"{prefix}{key}"] = value
+    return rows
+
+
 def next_free(path: Path) -> Path:
     """`path` if nothing is there, else the first free ``name_2.ext``, ``name_3.ext``, …"""
     candidate, number = path, 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.errors import UserError, from_extra
-from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic
+from embodied_rl.files import append_whole, cannot_write, flat, next_free, write_atomic
 from embodied_rl.loggers.base import LoggedRun, Logger
 from embodied_rl.loggers.meanings import with_aliases
 from embodied_rl.video import gif_size, mp4_as_gif
@@ -80,14 +80,7 @@ class MlflowLogger(Logger):
     def _log_config(self, run_config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        def flat(part: Mapping[str, Any], prefix: str = "") -> list[Param]:
-            found = []
-            for key, value in part.items():
-                name = f"{prefix}{key}"
-                found += flat(value, f"{name}.") if isinstance(value, Mapping) and value else [Param(name, str(value)[:500])]
-            return found
-
-        params = flat(run_config)
+        params = [Param(name, str(value)[:500]) for name, value in flat(run_config).items()]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
 

@@ -334,5 +334,5 @@ def free_names(base: Path, formats: Sequence[str]) -> list[Path]:
 
 
 def file_name(text: str) -> str:
-    """`text` with dashes in place of characters that do not belong in a file name."""
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
+    """At most 60 characters of `text`, with dashes in place of those that do not belong in a file name."""
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text[:60])

@@ -31,18 +31,9 @@ from embodied_rl.trust import code_names
 
 
 @cache
-def style() -> str:
-    """CSS. Raises UserError if the installation lacks the file."""
-    return _read("page.css")
-
-
-@cache
-def script() -> str:
-    """JavaScript: the switch between light and dark, and the display under the pointer."""
-    return _read("page.js")
-
-
-def _read(name: str) -> str:
+def asset(name: str) -> str:
+    """The page's style (page.css) or its script (page.js), for light and dark and the display under the pointer.
+    Raises UserError if the installation lacks it."""
     path = assets_dir() / "report_page" / name
     try:
         return path.read_text(encoding="utf-8")
@@ -86,12 +77,12 @@ def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *,
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy()}"><link rel="icon" href="data:,">'
-        f"<title>{text(title)}</title><style>{style()}</style></head>\n<body><main>"
+        f"<title>{text(title)}</title><style>{asset('page.css')}</style></head>\n<body><main>"
         f'<header><div><h1>{text(title)}{badge}</h1><p class="under">{text(subtitle)}</p></div>'
         '<button type="button" class="theme">Dark</button></header>'
         f"<nav>{links}</nav>{tiles}\n{body}\n"
         f"<footer>Written by embodied_rl {__version__}. This page is self-contained.</footer>"
-        f"</main>\n<script>{script()}</script></body></html>\n"
+        f"</main>\n<script>{asset('page.js')}</script></body></html>\n"
     )
     # JSON files and file names may hold halves of surrogate pairs, which UTF-8 lacks.
     return page.encode("utf-8", "replace").decode()
@@ -117,7 +108,7 @@ def _sections(runs: Sequence[RunData], folder: Path) -> list[tuple[str, str]]:
 
 def _policy() -> str:
     """Content policy: only our own script, no network, no frames, so that text from a run's files stays text."""
-    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(asset("page.js").encode()).digest()).decode()
     parts = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:", "media-src data:")
     return "; ".join((*parts, "base-uri 'none'", "form-action 'none'"))
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from embodied_rl.files import flat
 from embodied_rl.loggers.jsonl import choose_panels
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, meaning_of
 from embodied_rl.reading import yaml_text
@@ -57,17 +58,6 @@ def grouped(runs: Sequence[RunData]) -> list[Group]:
         found.setdefault(run.group, []).append(run)
     members = list(found.values())
     return [Group(label, own) for label, own in zip(_labels([own[0] for own in members]), members, strict=True)]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"algorithm.gamma": 0.99, …}"""
-    rows: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            rows |= flat(value, f"{prefix}{key}.")
-        else:
-            rows[f"{prefix}{key}"] = value
-    return rows
 
 
 def differences(runs: Sequence[RunData]) -> list[str]:

@@ -57,7 +57,7 @@ def test_random_ones_follow_from_the_seed_and_are_all_met_in_time() -> None:
         ("frist", None, "Did you mean 'first'"),
         ("best:", None, "'' is not a number"),
         ("best:-1", None, "'-1' is not a number"),
-        ("best:0", None, "between 1 and among=0"),
+        ("best:0", None, "'0' is not a number of episodes"),
         ("best:7", 6, "between 1 and among=6"),
     ],
 )

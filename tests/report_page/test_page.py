@@ -16,7 +16,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.loggers.meanings import SUCCESS_ENDS
 from embodied_rl.reports import load_run, write_report
 from embodied_rl.reports import sections as page_sections
-from embodied_rl.reports.page import script
+from embodied_rl.reports.page import asset
 from embodied_rl.reports.sections import MAX_STRETCHES, OTHER, differences, group_series, grouped, marks_of, on_one_grid, timeline_of
 from tests.report_page.pages import Page, metrics_rows, write_run
 from tests.short_run import one_line_error
@@ -59,11 +59,11 @@ def test_one_run_is_one_file_with_everything_in_it(tmp_path: Path) -> None:
 
 def test_the_page_allows_its_own_script_alone(tmp_path: Path) -> None:
     source, _ = page(write_report([write_run(tmp_path / "run")]))
-    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(asset("page.js").encode()).digest()).decode()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', source)
     assert f"script-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy
-    assert f"<script>{script()}</script>" in source, "the hash is of what stands there, to the byte"
+    assert f"<script>{asset('page.js')}</script>" in source, "the hash is of what stands there, to the byte"
 
 
 def test_what_files_say_stays_text(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_runs_are_named_in_any_way(tmp_path: Path, capsys: pytest.CaptureFixture
         (["runs/x*"], "No run matches 'runs/x*'"),
         (["runs"], "'runs' is not the folder of a run: it has no results.json, metrics.jsonl or checkpoint"),
         (["runs/a", "outptu=x.html"], "Argument 'outptu' is not known. Did you mean 'output'?"),
-        (["runs/a", "output=runs/a/results.json/page.html"], "Cannot write"),
+        (["runs/a", "output=runs/a/results.json/page.html"], "annot write 'runs/a/results.json/page.html'"),
     ],
 )
 def test_a_mistake_is_one_line(
