@@ -60,19 +60,15 @@ def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> 
         raise UserError(f"A report needs 1 to {MAX_RUNS} runs, got {len(run_dirs)}.")
     runs = [load_run(path) for path in run_dirs]
     target = output or _folder_of(runs) / REPORT_FILE
-    return write_atomic(target, page_of(runs, target.parent))
-
-
-def page_of(runs: Sequence[RunData], folder: Path) -> str:
-    """Page as HTML; links to large files are relative to `folder`."""
-    return html_page(_title(runs), _subtitle(runs), _sections(runs, folder), badge=_badge(runs), tiles=tiles(runs))
+    page = html_page(_title(runs), _subtitle(runs), _sections(runs, target.parent), badge=_badge(runs), tiles=tiles(runs))
+    return write_atomic(target, page)
 
 
 def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, badge: str = "", tiles: str = "") -> str:
     """A page of titled sections with HTML contents; empty ones are left out. `badge` follows the title, `tiles` precede the sections."""
     sections = [(name, content) for name, content in sections if content]
-    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
-    body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>' for name, content in sections)
+    links = "".join(f'<a href="#{name.lower()}">{name}</a>' for name, _ in sections)
+    body = "".join(f'<section id="{name.lower()}"><h2>{name}</h2>{content}</section>' for name, content in sections)
     page = (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -146,10 +142,6 @@ def _folder_of(runs: Sequence[RunData]) -> Path:
     if len(runs) == 1:
         return runs[0].path
     return Path(os.path.commonpath([run.path.resolve() for run in runs]))
-
-
-def _anchor(title: str) -> str:
-    return title.lower()
 
 
 def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: bool = True) -> dict[str, Any]:

@@ -440,8 +440,9 @@ class LeRobotRecording(base.ForeignRecording):
             if name in cameras:
                 camera = name.removeprefix("observation.").removeprefix("images.")
                 key = "rgb" if len(cameras) == 1 else f"rgb.{camera}"
-                height, width = _sides(feature)
-                yield Feature(f"observation.{key}", name, feature["dtype"], "uint8", (height, width, 3))
+                # Some data sets put the channels first, and say so in the names or not at all.
+                sides = feature["shape"][:2] if feature["shape"][2] == 3 else feature["shape"][1:]
+                yield Feature(f"observation.{key}", name, feature["dtype"], "uint8", (*sides, 3))
             elif name in fields or name.startswith("observation."):
                 if (read := _column(fields.get(name, name), name, feature)) is not None:
                     yield read
@@ -508,12 +509,6 @@ def _is_rgb(feature: Mapping[str, Any]) -> bool:
     info = feature.get("info") or {}
     depth = isinstance(info, dict) and (info.get("video.is_depth_map") or info.get("is_depth_map"))
     return len(feature["shape"]) == 3 and 3 in (feature["shape"][0], feature["shape"][-1]) and not depth
-
-
-def _sides(feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width. Some data sets put the channels first, and say so in the names or not at all."""
-    first, second, third = feature["shape"]
-    return (first, second) if third == 3 else (second, third)
 
 
 def _column(field: str, name: str, feature: Mapping[str, Any]) -> Feature | None:

@@ -63,7 +63,8 @@ class Feature:
             return {"dtype": "string", "shape": [1], "names": None}
         if self.storage == "column":
             return {"dtype": self.dtype, "shape": list(self.shape or (1,)), "names": None}
-        height, width = even_sides(self.shape) if self.storage == "video" else self.shape[:2]
+        # H.264 in yuv420p has even sides.
+        height, width = (side + side % 2 if self.storage == "video" else side for side in self.shape[:2])
         entry: dict[str, Any] = {"dtype": self.storage, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
         if self.storage == "video":
             video = {
@@ -89,11 +90,6 @@ class Feature:
         return Feature(
             str(data["field"]), str(data["name"]), data["storage"], str(data["dtype"]), tuple(int(size) for size in data["shape"])
         )
-
-
-def even_sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Height and width, even as H.264 in yuv420p requires."""
-    return shape[0] + shape[0] % 2, shape[1] + shape[1] % 2
 
 
 FIXED_NAMES = {
