@@ -27,7 +27,7 @@ _DENIED_IN_OUR_VIEW = [
 _UNCOUNTED = ["shmget", "semget", "msgget"]
 """Calls denied if memory that no process maps must not exist."""
 _SIGNALS = ["kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"]
-_OWN_PROCESS_ONLY = {
+_OWN_PROCESS_ONLY: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "migrate_pages",
                      "move_pages"), (0,)),
     "setpriority": (0, 0), "ioprio_set": (1, 0),
