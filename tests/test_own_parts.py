@@ -192,6 +192,10 @@ def detached(*, log_prob: Tensor, mask: Tensor, denominator: float, aggregation:
     return log_prob.detach().sum(), {}
 
 
+def worded(*, log_prob: Tensor, mask: Tensor, denominator: float, aggregation: Any) -> tuple[Tensor, dict[str, Any]]:
+    return log_prob.sum(), {"number": 1.0, "words": "many"}
+
+
 def bare(*, log_prob: Tensor, mask: Tensor, denominator: float, aggregation: Any) -> Tensor:
     return log_prob.sum()
 
@@ -250,7 +254,10 @@ def test_mistakes_are_one_line_before_anything_starts(changes: dict[str, Any], r
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("detached", "has no gradient"), ("bare", "must return (loss, metrics)")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("detached", "has no gradient"), ("bare", "must return (loss, metrics)"), ("worded", "must be numbers, and 'words' is none")],
+)
 def test_what_a_loss_returns_is_checked(name: str, reason: str) -> None:
     loss = loss_info(f"{HERE}:{name}").load()
     with pytest.raises(UserError) as caught:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from embodied_rl.algorithms.catalogue import MethodInfo, described
@@ -182,5 +183,8 @@ def _checked(function: Callable[..., Any], target: str, **arguments: object) -> 
     loss, metrics = result
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(f"The loss of '{target}' has no gradient: it must be computed from log_prob, which must not be detached.")
+    for key, value in metrics.items():
+        if value.numel() != 1 if isinstance(value, torch.Tensor) else not isinstance(value, Real):
+            raise UserError(f"The metrics of '{target}' must be numbers, and {key!r} is none.")
     own = {str(key): torch.as_tensor(value, device=loss.device).detach() for key, value in metrics.items()}
     return loss, {"policy_loss": loss.detach(), **own}
