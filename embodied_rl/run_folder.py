@@ -87,7 +87,7 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
     checkpoint = _checkpoint_of(config, run_dir, named, overrides)
     source = None
     if checkpoint is not None:
-        if _same(run_dir, checkpoint.run_dir) or (not named and belongs(checkpoint)):
+        if run_dir.resolve() == checkpoint.run_dir.resolve() or (not named and belongs(checkpoint)):
             run_dir = checkpoint.run_dir
         else:
             source, run_dir = checkpoint, _unused(run_dir, named)
@@ -218,10 +218,6 @@ def _noted_id(run_dir: Path) -> str | None:
         return str(parse_json(read_regular(run_dir / RUN_FILE))["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def _holds_files(run_dir: Path) -> bool:

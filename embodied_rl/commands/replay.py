@@ -283,7 +283,8 @@ def main(argv: Sequence[str]) -> None:
             output=output,
             video=values["video"],
         )
-    path = Path(values["report"]) if values["report"] else _beside(recording.path) / f"replay-{report.by}.json"
+    beside = recording.path if recording.path.is_dir() else recording.path.parent
+    path = Path(values["report"]) if values["report"] else beside / f"replay-{report.by}.json"
     try:
         write_atomic(path, json.dumps(document_of(report, command_line("replay", argv)), indent=1, allow_nan=False) + "\n")
     finally:  # neither a file that cannot be written nor a reader that closes the pipe costs the figures
@@ -318,8 +319,3 @@ def _output(values: Mapping[str, Any], recording: Recording) -> Path:
     if (folder / RECORDING_FILE).exists():
         raise UserError(f"'{folder}' already has a recording. Choose another output=….")
     return folder
-
-
-def _beside(path: Path) -> Path:
-    """Folder of a recording, or the folder that contains its file."""
-    return path if path.is_dir() else path.parent

@@ -218,7 +218,7 @@ def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
             f"policy.encoder='cnn' reads images (uint8 [H, W, 3]), but observation '{key}' of task '{spec.task}' is "
             f"{part.dtype} {list(part.shape)}. Use policy.encoder=mlp, or an image: {_keys(spec, 3)}."
         )
-    if config.encoder == "mlp" and (len(part.shape) != 1 or part.shape == (0,)):
+    if config.encoder == "mlp" and len(part.shape) != 1:
         raise UserError(
             f"policy.encoder='mlp' reads vectors, but observation '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}. "
             f"Use policy.encoder=cnn for images, or a vector: {_keys(spec, 1)}."

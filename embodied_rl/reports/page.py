@@ -157,7 +157,8 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: b
     """
     began_s = time.monotonic()
     results = write_results(summary)
-    add_result_to_card(summary.checkpoint, _card_rows(results))
+    seeds = f"({results['num_episodes']} seeds)"
+    add_result_to_card(summary.checkpoint, {f"held-out {name} {seeds}": text for name, text in _figures(results).items()})
     videos, reason, failure = _videos(summary, film)
     if summary.loggers is not None:
         for video in videos[:1]:
@@ -258,10 +259,6 @@ def _can_be_filmed(summary: RunSummary) -> bool:
     """Whether the task can be drawn, as it ran or rebuilt for drawing (ManiSkill then uses ``render``)."""
     sim = summary.config.sim
     return summary.spec.can_render or "render" in inspect.signature(load_target(sim.target, sim.extra)).parameters
-
-
-def _card_rows(results: dict[str, Any]) -> dict[str, str]:
-    return {f"held-out {name} ({results['num_episodes']} seeds)": text for name, text in _figures(results).items()}
 
 
 def _figures(results: dict[str, Any]) -> dict[str, str]:
