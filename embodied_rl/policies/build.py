@@ -98,7 +98,10 @@ def _check_contract(policy: Policy, target: str) -> None:
         acted = policy.act(seen, torch.from_numpy(layout.noise(np.random.default_rng(0), (2,))))
         if not isinstance(acted, ActionOutput):
             raise UserError(f"'{target}': `act` must return ActionOutput(action, log_prob), got {type(acted).__name__}.")
-        results = [("act", "action", acted.action, (2, layout.width)), ("act", "log_prob", acted.log_prob, shape)]
+        results: list[tuple[str, str, torch.Tensor, tuple[int, ...]]] = [
+            ("act", "action", acted.action, (2, layout.width)),
+            ("act", "log_prob", acted.log_prob, shape),
+        ]
         if type(policy).evaluate is not Policy.evaluate and tuple(acted.action.shape) == (2, layout.width):
             evaluated = policy.evaluate(seen, acted.action)
             results += [("evaluate", "log_prob", evaluated.log_prob, shape), ("evaluate", "entropy", evaluated.entropy, shape)]
