@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -180,7 +181,6 @@ class RecordingWriter:
         """Finished episodes that are not written yet."""
         self._in_progress: dict[int, EpisodeRows] = {}
         """Episodes in progress by `id`."""
-        self._seeds: set[int] = set()
         self._known: set[tuple[int, str, str]] = set()
         self._policy = _identity(info.policy)
         _claim(self.folder, info, resume)
@@ -194,7 +194,7 @@ class RecordingWriter:
     @property
     def seeds(self) -> AbstractSet[int]:
         """Seeds of the recorded episodes: those in the folder when this writer opened it, and those written since."""
-        return self._seeds
+        return {seed for seed, *_ in self._known}
 
     def has(self, seed: int, task: str | None = None, policy: Mapping[str, Any] | None = None) -> bool:
         """Whether an episode of this seed, task (None: the only one) and policy (None: the recording's) is recorded."""
@@ -320,7 +320,6 @@ class RecordingWriter:
         return about.seed, about.task or self.info.spec.task, self._policy if policy is None else _identity(policy)
 
     def _remember(self, about: EpisodeAbout) -> None:
-        self._seeds.add(about.seed)
         self._known.add(self._key(about))
 
 
@@ -374,7 +373,7 @@ def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> No
 
 
 def _identity(policy: object) -> str:
-    return json.dumps(policy, sort_keys=True, default=str)
+    return sys.intern(json.dumps(policy, sort_keys=True, default=str))  # one for all episodes of a policy
 
 
 def _require_columns(columns: tuple[Column, ...], given: Mapping[str, Any]) -> None:

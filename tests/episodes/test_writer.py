@@ -35,7 +35,10 @@ TENSORS = st.builds(
 VARIABLES = st.builds(VariableSpec, st.sampled_from(["text", "json", "array"]))
 ACTIONS = st.sampled_from([ActionSpec.continuous([-1, -2], [1, 2]), ActionSpec.discrete(5), ActionSpec.text()])
 KEYS = st.sampled_from(["state", "rgb", "actors/cube", "a b", "..", "é", "x.y", "%2F"])
-SPECS = st.builds(lambda parts, action: SimSpec("toy", parts, action), st.dictionaries(KEYS, TENSORS | VARIABLES, max_size=4), ACTIONS)
+PARTS = st.dictionaries(KEYS, TENSORS | VARIABLES, max_size=4).filter(
+    lambda parts: any(isinstance(part, VariableSpec) or np.prod(part.shape) > 0 for part in parts.values())
+)
+SPECS = st.builds(lambda parts, action: SimSpec("toy", parts, action), PARTS, ACTIONS)
 
 
 # ---- round trips ----------------------------------------------------------------------------------------------------

@@ -55,8 +55,9 @@ class StartedProgram:
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box, *, has_pipes: bool) -> None:
         """`has_pipes`: its input and output are our pipes; otherwise it has no input, and its output is recorded with its error stream.
         Raises OSError if it cannot be started."""
-        self._printed = Output()
-        try:
+        with contextlib.ExitStack() as undo:
+            self._printed = Output()
+            undo.callback(self._printed.file.close)
             self._started = Sandboxed(
                 box,
                 words=with_absolute_files(arguments),
@@ -66,16 +67,11 @@ class StartedProgram:
                 stdout=subprocess.PIPE if has_pipes else self._printed.file,
                 stderr=self._printed.file,
             )
-        except BaseException:
-            self._printed.file.close()
-            raise
-        self._process = self._started.process
-        try:
+            undo.callback(self._started.end)
+            self._process = self._started.process
             self.ended = os.pidfd_open(self._process.pid)
             """Descriptor that is readable once the program has ended."""
-        except OSError:
-            self._started.end()
-            raise
+            undo.pop_all()
 
     def tail(self) -> str:
         """End of its output."""
