@@ -140,16 +140,18 @@ class VideoReader:
             # Our header describes the stream: nothing needs to be decoded for that.
             self._container = av.open(str(path), options={} if count is None else {"analyzeduration": "0", "probesize": "32"})
             self._stream = stream = self._container.streams.video[0]
-        except (av.FFmpegError, OSError, ValueError, IndexError) as error:
+            sides = stream.height, stream.width  # a stream without a known codec has none
+        except (av.FFmpegError, OSError, ValueError, IndexError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else None
+            reason = "there is no decoder for its codec" if isinstance(error, AttributeError) else reason
             raise VideoError(f"cannot be opened as a video ({brief(reason or error)})") from error
         rate = fps or stream.average_rate
         if rate is None or stream.time_base is None:
             raise VideoError("does not say when its pictures are shown")
         if count is not None:
             even = tuple(side + side % 2 for side in shape[:2])
-            if (stream.height, stream.width) not in (shape[:2], even):
-                raise VideoError(f"holds pictures of {stream.height} × {stream.width}, not {shape[0]} × {shape[1]}")
+            if sides not in (shape[:2], even):
+                raise VideoError(f"holds pictures of {sides[0]} × {sides[1]}, not {shape[0]} × {shape[1]}")
             if stream.frames < count:
                 raise VideoError(f"holds {stream.frames} pictures instead of {count}")
             # Low latency for one picture matters, not throughput.

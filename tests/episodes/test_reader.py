@@ -313,6 +313,11 @@ READING: dict[str, tuple[Callable[[Path], object], int, str]] = {
         2,
         r"000002.mp4', episode 2, field 'observation.rgb': cannot be opened",
     ),
+    "video without a decoder": (
+        lambda p: (p / "observation.rgb/000002.mp4").write_bytes((p / "observation.rgb/000002.mp4").read_bytes().replace(b"avc1", b"none")),
+        2,
+        r"000002.mp4', episode 2, field 'observation.rgb': cannot be opened as a video \(there is no decoder for its codec\)",
+    ),
     "video of another": (
         lambda p: shutil.copy(p / "observation.rgb/000000.mp4", p / "observation.rgb/000003.mp4"),
         3,
