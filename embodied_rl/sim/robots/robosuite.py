@@ -86,9 +86,10 @@ def make(
 
     Args:
         task: name such as "Lift" or "NutAssemblySquare".
-        robots: "Panda", "Sawyer", "IIWA", "UR5e", "Jaco", "Kinova3" or "Baxter"; two-armed tasks take two names, or one for both.
-        controller: "OSC_POSE" (6 deltas of the end effector, and the gripper), "OSC_POSITION", "IK_POSE", "JOINT_POSITION",
-            "JOINT_VELOCITY" or "JOINT_TORQUE".
+        robots: "Panda", "IIWA", "UR5e", "Jaco", "Kinova3" or "Baxter" (MuJoCo 3 rejects a mesh of "Sawyer"); two-armed tasks take two
+            names, or one for both; "Baxter" has two arms.
+        controller: "OSC_POSE" (6 deltas of the end effector, and the gripper), "OSC_POSITION", "JOINT_POSITION", "JOINT_VELOCITY",
+            "JOINT_TORQUE" or "IK_POSE" (which needs pybullet).
         observation: "state" is the robots' and the objects' state; "rgb" the cameras and, as ``state``, only the robots' own state;
             "rgb+state" the cameras and the full state.
         cameras: observed cameras: the first is ``rgb``, the others ``rgb.<camera>``; robosuite's "agentview", "frontview",
