@@ -334,9 +334,9 @@ class GymnasiumSim(SimEnv):
                 raise UserError(f"`reset` of '{spec.task}' must take seed and options, as gymnasium's environments do: {error}.") from error
             first, reset_info = _parts_of(answer, "reset", "observation, info")
             before = fingerprint()
-            answer = env.step(env.action_space.sample())
+            stepped = env.step(env.action_space.sample())
             draws = fingerprint() != before
-        second, *numbers, step_info = _parts_of(answer, "step", "observation, reward, terminated, truncated, info")
+        second, *numbers, step_info = _parts_of(stepped, "step", "observation, reward, terminated, truncated, info")
         key = next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
         success = False if (found := step_info.get(key)) is None else found
         for name, value in zip(("reward", "terminated", "truncated", key), (*numbers, success), strict=True):

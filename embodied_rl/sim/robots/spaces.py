@@ -146,11 +146,8 @@ def _as_it_is(part: ObservationPart) -> tuple[int, ...] | None:
 
 def _leaf(part: ObservationPart) -> Callable[[Any, str], Any]:
     space, shape, is_image = part.space, part.space.shape, _is_image(part.space)
-    is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1
 
     def numbers(value: Any, name: str) -> np.ndarray:
-        if is_vector and type(value) is np.ndarray and value.dtype.kind == "f" and value.shape == shape:
-            return value  # the usual case
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise ValueError(f"observation '{name}' holds no real numbers: {value!r:.80}")
