@@ -130,7 +130,13 @@ def test_a_first_episode_of_one_step_begins_a_video_and_grey_pictures_are_not_he
     )
     shown = [make_episode(spec, seed, steps, ends="truncated") for seed, steps in ((0, 1), (1, 1), (2, 4))]
     read: list[str] = []
-    monkeypatch.setattr(_DataFiles, "column", lambda self, name, column=_DataFiles.column: read.append(name) or column(self, name))
+    column = _DataFiles.column
+
+    def noted(self: _DataFiles, name: str) -> np.ndarray:
+        read.append(name)
+        return column(self, name)
+
+    monkeypatch.setattr(_DataFiles, "column", noted)
     with record(tmp_path / "native", info_of(spec), shown) as source:
         write_foreign(source, tmp_path / "there", "lerobot")
     grey = np.concatenate([episode.observation["grey"][:-1] for episode in shown])
