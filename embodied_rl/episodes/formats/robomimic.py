@@ -250,8 +250,9 @@ def _write_h5(path: Path, recording: Recording, notes: base.NoteBook, advance: b
         data.attrs["env_args"] = json.dumps(_env_args(recording, notes))
         data.attrs[base.SIDE_ENTRY] = json.dumps(base.side_info(recording.info, recording.spec.tensors))
         theirs = recording.info.metadata.get("attributes")
-        for attribute in _KEPT_ATTRIBUTES if isinstance(theirs, dict) else ():
-            if is_storable(value := theirs.get(attribute)):
+        attributes = theirs if isinstance(theirs, dict) else {}
+        for attribute in _KEPT_ATTRIBUTES:
+            if is_storable(value := attributes.get(attribute)):
                 data.attrs[attribute] = value
         if "problem_info" not in data.attrs and recording.spec.instruction:
             data.attrs["problem_info"] = json.dumps({"language_instruction": recording.spec.instruction})
