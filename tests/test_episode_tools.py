@@ -286,5 +286,5 @@ def test_text_that_a_terminal_cannot_show_is_shown_in_another_way(native: Path, 
     for encoding, words in (("utf-8", ("info", tmp_path / "half")), ("ascii", ("info", "--help"))):
         monkeypatch.setattr(sys, "stdout", shown := io.TextIOWrapper(io.BytesIO(), encoding=encoding))
         assert tools(*words) == 0
-        shown.flush()
+        sys.stdout.flush()
         assert {"utf-8": b"half \\ud800", "ascii": b"key=value \\u2026"}[encoding] in shown.buffer.getvalue()  # type: ignore[attr-defined]

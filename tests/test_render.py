@@ -394,7 +394,7 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
         (["seed=-1"], "seed must be between 0"),
         (["episodes=3"], "Argument 'episodes' is not known. Did you mean 'num_episodes'?"),
         (["sim=pendulum", "num_episodes=1"], "was made for another simulator"),
-        (["output=FILE", "num_episodes=1", "size=32"], "Cannot write"),
+        (["output=FILE", "num_episodes=1", "size=32"], "cannot write"),
         ([], "Nothing to film: give checkpoint=… (for example the folder of a run) or recording=…"),
         (["select=bets:2"], "select=bets:2: 'bets' is not a choice. Did you mean 'best'?"),
         (["select=best:" + "9" * 5000], "is not a number of episodes; write for example select=best:4"),
@@ -428,6 +428,6 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_played(
 ) -> None:
     monkeypatch.setattr("embodied_rl.commands.render.film_players", lambda *_, **__: pytest.fail("it was played"))
     (tmp_path / "file").write_text("in the way")
-    assert "Cannot write" in one_line_error(main, [f"checkpoint={cartpole}", f"output={tmp_path / 'file' / 'films'}"], capsys)
+    assert "cannot write" in one_line_error(main, [f"checkpoint={cartpole}", f"output={tmp_path / 'file' / 'films'}"], capsys)
     assert require_writable(tmp_path / "new" / "films") == tmp_path / "new" / "films"
     assert not (tmp_path / "new").exists()

@@ -241,8 +241,8 @@ def test_what_has_no_value_is_refused(tabular: Tabular) -> None:
         fit_q(rows, 1.0, LINEAR)
     with pytest.raises(ValueError, match="either draws"):
         RecordedSteps(rows.features, rows.state, rows.next_state, rows.action, rows.reward, rows.continues, rows.episode, rows.first_state)
-    with pytest.raises(ValueError, match="num_members must be between 1 and 1,000,000, got 0"):
-        FittedQConfig(num_members=0)
+    with pytest.raises(ValueError, match="num_members must be between 2 and 1,000,000, got 1"):
+        FittedQConfig(num_members=1)
     huge = dataclasses.replace(rows, reward=1e38 * (1.0 + rows.reward))
     with pytest.raises(FloatingPointError, match="diverged"):
         fit_q(huge, GAMMA, FittedQConfig(num_steps=60, learning_rate=1000.0, num_members=2))

@@ -164,7 +164,11 @@ def test_weights_do_not_depend_on_the_number_of_threads() -> None:
     ("change", "sim", "message"),
     [
         ({"observation_key": "stat"}, spec(), "Did you mean 'state'"),
-        ({"observation_key": "rgb", "encoder": "cnn"}, spec(), "not an observation of task 'Toy-v0'. Known: state. Type: policy=mlp"),
+        (
+            {"observation_key": "rgb", "encoder": "cnn"},
+            spec(),
+            "Known: state. policy=cnn reads images, which are [H, W, 3] of uint8. Type: policy=mlp",
+        ),
         ({"observation_key": "goals"}, spec({"rgb": IMAGE["rgb"]}), "Known: rgb. Type: policy=cnn"),
         ({"observation_key": "top", "encoder": "cnn"}, spec(BOTH), "Type: policy.observation_key=rgb"),
         ({"encoder": "cnn"}, spec(IMAGE), "or an image: rgb"),

@@ -26,7 +26,7 @@ from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.key_door import KeyDoorExpert
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import ActionSpec, SimSpec, StepBatch
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch, TensorSpec
 
 REPLAYED, SAVED, TALKING = "tests.sim.toy:CountingSim", "tests.sim.toy:SavedCountingSim", "tests.sim.toy:TalkingSim"
 KEY_DOOR = "embodied_rl.sim.robots.key_door:KeyDoor"
@@ -410,7 +410,7 @@ def test_success_of_a_run_is_that_of_ordinary_starts(tmp_path: Path) -> None:
 
 def test_mistakes_are_told_before_anything_is_played() -> None:
     config = load_train_config(["sim=cartpole", "algorithm=grpo", "algorithm.initialized.share=0.5"])
-    spec = SimSpec("cart", {}, ActionSpec.discrete(2))
+    spec = SimSpec("cart", {"state": TensorSpec((4,))}, ActionSpec.discrete(2))
     with pytest.raises(UserError, match=r"'cart' does not report success: set algorithm\.initialized\.success_return"):
         make_starts(config, spec)
     with pytest.raises(UserError, match="'cart' cannot be restored"):

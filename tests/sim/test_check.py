@@ -263,7 +263,7 @@ def test_trajectories_survive_the_way_from_a_new_process() -> None:
 
 @pytest.mark.parametrize("action", [ActionSpec.continuous([-1, 0], [1, 1e-3]), ActionSpec.discrete(5), ActionSpec.text()])
 def test_actions_survive_json_bit_by_bit(action: ActionSpec) -> None:
-    part = Part(5, random_actions(SimSpec("x", {}, action), 50, 3))
+    part = Part(5, random_actions(SimSpec("x", {"state": TensorSpec((1,))}, action), 50, 3))
     again = Part.from_dict(json.loads(json.dumps(part.to_dict())))
     assert again.seed == 5
     assert again.actions.dtype == part.actions.dtype

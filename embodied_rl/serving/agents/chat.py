@@ -11,7 +11,7 @@ from typing import Any
 
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.reading import parse_json
-from embodied_rl.serving.http_server import HttpProblem
+from embodied_rl.serving.http_server import DEEPEST, HttpProblem
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -40,7 +40,7 @@ def sampled_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 
 def _sampled_call(text: str) -> dict[str, Any] | None:
     try:
-        found = parse_json(text, finite=True)
+        found = parse_json(text, finite=True, depth=DEEPEST // 2)  # the client sends it back inside a body
         name, arguments = found["name"], found.get("arguments", {})
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
