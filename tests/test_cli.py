@@ -310,3 +310,10 @@ def test_nothing_is_collected_while_libraries_load_and_at_a_commands_end() -> No
     code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import embodied_rl.commands.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) > 1000
+
+
+def test_output_that_is_not_buffered_stays_so() -> None:
+    """What a container with PYTHONUNBUFFERED=1 prints is seen even if it is killed."""
+    script = "import os; from embodied_rl.commands.cli import run_command; run_command(lambda: (print('seen', end=''), os._exit(0)))"
+    done = subprocess.run([sys.executable, "-u", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "seen"

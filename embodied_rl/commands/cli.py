@@ -157,7 +157,8 @@ def _lasting(stream: TextIO | None) -> TextIO:
         return stream
     stream.flush()
     _replaced.append(stream)
-    return _Lasting(stream.buffer, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
+    flushes = stream.write_through  # with PYTHONUNBUFFERED
+    return _Lasting(stream.buffer, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering, write_through=flushes)
 
 
 _running: list[Callable[[], object]] = []
