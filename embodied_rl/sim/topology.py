@@ -6,33 +6,37 @@ not report stays unknown and is listed in `Topology.notes`; nothing is assumed t
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, brief
 
-# ---- GPUs: from NVIDIA's management library, else from sysfs; without torch -------------------------------------------
+# ---- GPUs: from NVIDIA's driver, else from sysfs; without torch --------------------------------------------------------
 
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """PCI classes of devices that compute: VGA, 3D and other display controllers, processing accelerators."""
 _PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", re.IGNORECASE)
-_TEXT_BYTES = 96
+_DRIVER_S = 60.0
+"""Seconds that NVIDIA's driver has to answer: without persistence mode it starts every GPU first."""
 
 
 @dataclass(frozen=True)
-class GpuAddress:
-    """One GPU; a list of them is ordered by PCI address."""
+class Gpu:
+    """One GPU as this process numbers it (``cuda:index``)."""
 
+    index: int
     pci: str
     """PCI address as sysfs writes it: ``0000:c1:00.0``."""
-    uuid: str | None = None
+    node: int | None = None
+    """NUMA node; None: not reported."""
     name: str | None = None
+    uuid: str | None = None
 
 
 def normalise_pci(text: str) -> str:
@@ -44,79 +48,48 @@ def normalise_pci(text: str) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
 
 
-def pci_order(address: str) -> tuple[int, ...]:
-    """Sorts addresses as numbers: domain, bus, device, function."""
-    return tuple(int(part, 16) for part in re.split(r"[:.]", address))
+def _by_address(found: Iterable[tuple[str, str | None, str]]) -> list[Gpu]:
+    """GPUs of these (PCI address, UUID, name), numbered by their addresses: domain, bus, device, function."""
+    rows = sorted(
+        ((normalise_pci(pci), uuid, name) for pci, uuid, name in found), key=lambda row: [int(n, 16) for n in re.split("[:.]", row[0])]
+    )
+    return [Gpu(index, pci, name=name, uuid=uuid) for index, (pci, uuid, name) in enumerate(rows)]
 
 
-def sysfs_gpus(root: Path) -> list[GpuAddress]:
+def sysfs_gpus(root: Path) -> list[Gpu]:
     """NVIDIA's and AMD's GPUs below ``sys/bus/pci/devices``, by PCI address; in a container, all GPUs of the machine."""
     found = []
     for folder in (root / "sys/bus/pci/devices").glob("*"):
         vendor, kind = ((folder / name).read_text().strip() if (folder / name).is_file() else "" for name in ("vendor", "class"))
         if vendor in _VENDORS and kind.startswith(_CLASSES):
-            found.append(GpuAddress(normalise_pci(folder.name), name=_VENDORS[vendor]))
-    return sorted(found, key=lambda gpu: pci_order(gpu.pci))
+            found.append((folder.name, None, _VENDORS[vendor]))
+    return _by_address(found)
 
 
-def nvml_gpus(library: str = "libnvidia-ml.so.1") -> list[GpuAddress] | None:
+def driver_gpus() -> list[Gpu] | None:
     """GPUs that NVIDIA's driver shows to this process, by PCI address; None if the driver is not installed.
 
-    Raises UserError with the library's message if it is installed and fails (after a driver update without a restart, say).
+    Raises UserError with the driver's message if it is installed and fails (after an update without a restart, say).
     """
+    command = ["nvidia-smi", "--query-gpu=pci.bus_id,uuid,name", "--format=csv,noheader"]
     try:
-        nvml = ctypes.CDLL(library)
-    except OSError:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout.splitlines()
+        return _by_address((pci, uuid, name) for pci, uuid, name in (line.split(", ", 2) for line in lines))
+    except FileNotFoundError:
         return None
-    nvml.nvmlErrorString.restype = ctypes.c_char_p
-    _check(nvml, nvml.nvmlInit_v2())
-    try:
-        count = ctypes.c_uint()
-        _check(nvml, nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))
-        return sorted((_nvml_gpu(nvml, index) for index in range(count.value)), key=lambda gpu: pci_order(gpu.pci))
-    finally:
-        nvml.nvmlShutdown()
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = error.stdout if isinstance(error, subprocess.CalledProcessError) else error
+        raise UserError(f"NVIDIA's driver does not answer ({brief(said, 200)}). Does nvidia-smi work here?") from error
 
 
-class _PciInfo(ctypes.Structure):
-    """nvmlPciInfo_t of nvml.h."""
-
-    _fields_ = (
-        ("busIdLegacy", ctypes.c_char * 16),
-        ("domain", ctypes.c_uint),
-        ("bus", ctypes.c_uint),
-        ("device", ctypes.c_uint),
-        ("pciDeviceId", ctypes.c_uint),
-        ("pciSubSystemId", ctypes.c_uint),
-        ("busId", ctypes.c_char * 32),
-    )
-
-
-def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> GpuAddress:
-    handle, info = ctypes.c_void_p(), _PciInfo()
-    uuid, name = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.create_string_buffer(_TEXT_BYTES)
-    size = ctypes.c_uint(_TEXT_BYTES)
-    _check(nvml, nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)))
-    _check(nvml, nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(info)))
-    _check(nvml, nvml.nvmlDeviceGetUUID(handle, uuid, size))
-    _check(nvml, nvml.nvmlDeviceGetName(handle, name, size))
-    return GpuAddress(normalise_pci(info.busId.decode()), uuid.value.decode(), name.value.decode())
-
-
-def _check(nvml: ctypes.CDLL, status: int) -> None:
-    if status != 0:
-        said = nvml.nvmlErrorString(status)
-        raise UserError(f"NVIDIA's driver does not answer (NVML: {said.decode() if said else status}). Does nvidia-smi work here?")
-
-
-def visible_gpus(found: Sequence[GpuAddress], visible: str | None) -> tuple[list[GpuAddress], str]:
+def visible_gpus(found: Sequence[Gpu], visible: str | None) -> tuple[list[Gpu], str]:
     """GPUs as the framework numbers them under ``CUDA_VISIBLE_DEVICES``, and the part of it that was not understood ("" if all was).
 
     As in CUDA, the list ends at its first entry that names no GPU, a UUID may be shortened, and an empty list hides all.
     """
     if visible is None:
         return list(found), ""
-    chosen: list[GpuAddress] = []
+    chosen: list[Gpu] = []
     for entry in filter(None, (part.strip() for part in visible.split(","))):
         if entry.isdigit() and int(entry) < len(found):
             chosen.append(found[int(entry)])
@@ -155,17 +128,6 @@ class NumaNode:
     memory_free_bytes: int | None
     distances: Mapping[int, int] = field(default_factory=dict)
     """{node: relative cost of reaching its memory}, 10 for the node itself; empty if not reported."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as this process numbers it (``cuda:index``)."""
-
-    index: int
-    pci: str
-    node: int | None
-    """NUMA node; None: not reported."""
-    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -209,9 +171,7 @@ class Topology:
         return tuple(sorted(choices, key=cost))
 
     @staticmethod
-    def read(
-        root: Path = Path("/"), gpus: Sequence[GpuAddress] | None = None, visible: str | None = None, with_gpus: bool = True
-    ) -> Topology:
+    def read(root: Path = Path("/"), gpus: Sequence[Gpu] | None = None, visible: str | None = None, with_gpus: bool = True) -> Topology:
         """Read the machine whose ``sys`` and ``proc`` lie below `root`.
 
         For this machine (`root` is "/") the cores come from `sched_getaffinity`, the GPUs from NVIDIA's driver, and `visible` from
@@ -235,7 +195,7 @@ class _Reader:
         self.here = root.resolve() == Path("/")
         self.notes: list[str] = []
 
-    def read(self, gpus: Sequence[GpuAddress] | None, visible: str | None, with_gpus: bool) -> Topology:
+    def read(self, gpus: Sequence[Gpu] | None, visible: str | None, with_gpus: bool) -> Topology:
         nodes = self._nodes()
         numa_known = bool(nodes)
         usable = self._usable_cores(nodes)
@@ -318,7 +278,7 @@ class _Reader:
                 return cpuset if listed is None else cpuset & listed or listed
         return listed
 
-    def _gpus(self, found: Sequence[GpuAddress] | None, visible: str | None, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
+    def _gpus(self, found: Sequence[Gpu] | None, visible: str | None, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
         if found is None:
             found = self._find_gpus()
         if self.here and visible is None:
@@ -328,21 +288,15 @@ class _Reader:
             self.notes.append(unclear)
         if len({gpu.name for gpu in found}) > 1 and not (self.here and os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"):
             self.notes.append("the GPUs are of different kinds: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first")
-        addresses = [normalise_pci(gpu.pci) for gpu in chosen]
-        return tuple(
-            Gpu(i, pci, self._node_of(i, pci, nodes), gpu.name) for i, (pci, gpu) in enumerate(zip(addresses, chosen, strict=True))
-        )
+        return tuple(replace(gpu, index=i, node=self._node_of(i, gpu.pci, nodes)) for i, gpu in enumerate(chosen))
 
-    def _find_gpus(self) -> Sequence[GpuAddress]:
-        if self.here:
-            try:
-                answer = nvml_gpus()
-            except UserError as error:
-                self.notes.append(str(error))
-                return ()
-            if answer is not None:
-                return answer
-        return sysfs_gpus(self.root)
+    def _find_gpus(self) -> Sequence[Gpu]:
+        try:
+            answer = driver_gpus() if self.here else None
+        except UserError as error:
+            self.notes.append(str(error))
+            return ()
+        return sysfs_gpus(self.root) if answer is None else answer
 
     def _node_of(self, index: int, pci: str, nodes: Sequence[NumaNode]) -> int | None:
         text = self._text(f"sys/bus/pci/devices/{pci}/numa_node")

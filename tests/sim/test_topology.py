@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.topology import GpuAddress, Topology, format_list, normalise_pci, nvml_gpus, parse_list, sysfs_gpus, visible_gpus
+from embodied_rl.sim.topology import Gpu, Topology, driver_gpus, format_list, normalise_pci, parse_list, sysfs_gpus, visible_gpus
 from tests.sim.fake_sysfs import GIB, FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, two_nodes
 
 A100, H100 = "0000:41:00.0", "0000:c1:00.0"
@@ -146,7 +146,7 @@ def test_lists_as_the_kernel_writes_them() -> None:
 @pytest.mark.parametrize(
     ("written", "sysfs"),
     [
-        ("00000000:C1:00.0", "0000:c1:00.0"),  # NVML, nvidia-smi
+        ("00000000:C1:00.0", "0000:c1:00.0"),  # nvidia-smi
         ("0000:c1:00.0", "0000:c1:00.0"),
         ("C1:00.0", "0000:c1:00.0"),  # lspci
         ("0001B0F2:0A:1F.7", "1b0f2:0a:1f.7"),  # a domain that needs more digits (Azure, VMD)
@@ -173,14 +173,14 @@ def test_gpus_of_sysfs_come_by_address_and_without_other_devices(tmp_path: Path)
 
 def test_gpus_of_the_driver_find_their_node_in_spite_of_their_spelling(tmp_path: Path) -> None:
     root = two_nodes(tmp_path, gpus={A100: 0, H100: 1})
-    nvml = [GpuAddress("00000000:41:00.0", "GPU-aa", "A"), GpuAddress("00000000:C1:00.0", "GPU-bb", "A")]
-    assert [(gpu.pci, gpu.node) for gpu in Topology.read(root, gpus=nvml).gpus] == [(A100, 0), (H100, 1)]
+    listed = [Gpu(0, normalise_pci("00000000:41:00.0")), Gpu(1, normalise_pci("00000000:C1:00.0"))]
+    assert [(gpu.pci, gpu.node) for gpu in Topology.read(root, gpus=listed).gpus] == [(A100, 0), (H100, 1)]
     # GPU 0 of a process that sees the second alone is that one: neither a worker's rank nor nvidia-smi's number.
-    (only,) = Topology.read(root, gpus=nvml, visible="1").gpus
+    (only,) = Topology.read(root, gpus=listed, visible="1").gpus
     assert (only.index, only.pci, only.node) == (0, H100, 1)
 
 
-FOUR = [GpuAddress(f"0000:0{i}:00.0", f"GPU-{'abcd'[i]}0{i}") for i in range(4)]
+FOUR = [Gpu(i, f"0000:0{i}:00.0", uuid=f"GPU-{'abcd'[i]}0{i}") for i in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -207,45 +207,36 @@ def test_visible_devices_that_are_not_understood_are_named(entry: str) -> None:
     assert f"'{entry}'" in unclear
 
 
-NVML = """
-#include <string.h>
-#include <stdio.h>
-typedef struct { char legacy[16]; unsigned domain, bus, device, id, subsystem; char busId[32]; } nvmlPciInfo_t;
-static int open_count;
-static const char *ids[] = {"00000000:C1:00.0", "00000000:41:00.0"};
-int nvmlInit_v2(void) { if (FAILS) return 18; open_count++; return 0; }
-int nvmlShutdown(void) { open_count--; return 0; }
-const char *nvmlErrorString(int status) { return status == 18 ? "Driver/library version mismatch" : "?"; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = open_count == 1 ? 2 : 99; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(&ids[index]); return 0; }
-int nvmlDeviceGetPciInfo_v3(void *handle, nvmlPciInfo_t *info) {
-    memset(info, 0xff, sizeof *info); strcpy(info->busId, *(const char **)handle); return 0; }
-int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) { return snprintf(text, length, "GPU-%.2s", *(char **)handle + 9) < 0; }
-int nvmlDeviceGetName(void *handle, char *text, unsigned length) { (void)handle; strncpy(text, "Test GPU", length); return 0; }
-"""
-"""nvml.h's functions in C, as nvml.h declares them: the calls cross a real C boundary, on machines without NVIDIA's library too."""
+@pytest.mark.parametrize(
+    ("prints", "found"),
+    [
+        (
+            "00000000:C1:00.0, GPU-C1, Test, GPU\n00000000:41:00.0, GPU-41, Test GPU\n",
+            [(A100, "GPU-41", "Test GPU"), (H100, "GPU-C1", "Test, GPU")],
+        ),
+        ("", []),
+        ("GPU 0 is lost\n", None),
+        ("Failed to initialize NVML: Driver/library version mismatch\nexit 18", None),
+    ],
+)
+def test_driver_is_asked(prints: str, found: list[tuple[str, str, str]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, _, status = prints.partition("exit ")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{text}'\nexit {status or 0}\n", encoding="utf-8")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if found is not None:
+        gpus = driver_gpus()
+        assert gpus is not None
+        assert [(gpu.pci, gpu.uuid, gpu.name) for gpu in gpus] == found
+        assert [gpu.index for gpu in gpus] == list(range(len(found)))
+        return
+    with pytest.raises(UserError, match=r"driver does not answer \(.*\)\. Does nvidia-smi work here" if not status else "version mismatch"):
+        driver_gpus()
 
 
-@pytest.fixture
-def nvml_library(tmp_path: Path) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    source = tmp_path / "nvml.c"
-    source.write_text(NVML, encoding="utf-8")
-    for fails in (0, 1):
-        target = tmp_path / f"libnvml{fails}.so"
-        subprocess.run([compiler, "-shared", "-fPIC", f"-DFAILS={fails}", "-o", str(target), str(source)], check=True)
-    return tmp_path
-
-
-def test_nvml_is_called_as_its_header_says(nvml_library: Path) -> None:
-    expected = [GpuAddress("0000:41:00.0", "GPU-41", "Test GPU"), GpuAddress("0000:c1:00.0", "GPU-C1", "Test GPU")]
-    assert nvml_gpus(str(nvml_library / "libnvml0.so")) == expected
-    assert nvml_gpus(str(nvml_library / "libnvml0.so")) == expected  # it was shut down in between
-    with pytest.raises(UserError, match=r"Driver/library version mismatch.*nvidia-smi"):
-        nvml_gpus(str(nvml_library / "libnvml1.so"))
-    assert nvml_gpus("libthere-is-no-such-library.so") is None
+def test_without_a_driver_there_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_gpus() is None
 
 
 @pytest.mark.gpu
