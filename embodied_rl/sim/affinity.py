@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import errno
 import itertools
 import math
 import os
 import platform
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +37,7 @@ _MASK_BITS = 1024
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def set_memory_policy(nodes: Sequence[int], library: str = "libnuma.so.1") -> str:
+def set_memory_policy(nodes: Sequence[int]) -> str:
     """Make this thread prefer new memory from `nodes`, and return the policy that the kernel reports afterwards.
 
     Memory in use stays where it is; threads and processes that start later inherit the policy. Never raises for lack of permission.
@@ -48,63 +46,35 @@ def set_memory_policy(nodes: Sequence[int], library: str = "libnuma.so.1") -> st
         nodes: NUMA nodes, all below 1024; empty: report the policy and do not change it.
     Returns ``default``, ``preferred:0-1``, …, or ``unavailable: `` and the reason.
     """
-    calls = _system_calls(library)
-    if isinstance(calls, str):
-        return f"unavailable: {calls}"
-    set_policy, get_policy = calls
+    numbers = _CALL_NUMBERS.get(platform.machine()) if platform.system() == "Linux" and _WORD_BITS == 64 else None
+    if numbers is None:
+        return f"unavailable: {platform.system()} on {platform.machine()} has no number for its call here"
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    set_policy, get_policy = map(ctypes.c_long, numbers)
+    bits = ctypes.c_ulong(_MASK_BITS + 1)  # the kernel subtracts one
+    mask = (ctypes.c_ulong * (_MASK_BITS // _WORD_BITS))()
     if nodes:
-        number = _PREFERRED if len(nodes) == 1 else _PREFERRED_MANY
-        mask = _mask(nodes)
-        # The kernel subtracts one from the number of bits it is given.
-        if set_policy(ctypes.c_int(number), mask, ctypes.c_ulong(_MASK_BITS + 1)) != 0:
-            return _refusal("set_mempolicy", f"preferred:{format_list(set(nodes))}")
-    return _read_back(get_policy)
-
-
-def _read_back(get_policy: Callable[..., int]) -> str:
-    mode, mask = ctypes.c_int(), _mask(())
-    if get_policy(ctypes.byref(mode), mask, ctypes.c_ulong(_MASK_BITS + 1), None, ctypes.c_ulong(0)) != 0:
-        return _refusal("get_mempolicy", "")
+        for node in nodes:
+            mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+        if syscall(set_policy, ctypes.c_int(_PREFERRED if len(nodes) == 1 else _PREFERRED_MANY), mask, bits) != 0:
+            return _refusal(f"set_mempolicy preferred:{format_list(set(nodes))}")
+    mode = ctypes.c_int()
+    if syscall(get_policy, ctypes.byref(mode), mask, bits, None, ctypes.c_ulong(0)) != 0:
+        return _refusal("get_mempolicy")
     name = _MODES.get(mode.value & ~_MODE_FLAGS, f"mode {mode.value}")
-    nodes = [word * _WORD_BITS + bit for word, value in enumerate(mask) for bit in range(_WORD_BITS) if value >> bit & 1]
-    return f"{name}:{format_list(nodes)}" if nodes else name
+    found = [word * _WORD_BITS + bit for word, value in enumerate(mask) for bit in range(_WORD_BITS) if value >> bit & 1]
+    return f"{name}:{format_list(found)}" if found else name
 
 
-def _refusal(call: str, wanted: str) -> str:
+def _refusal(call: str) -> str:
     code = ctypes.get_errno()
     reason = {
         errno.EPERM: "not permitted here (containers need the capability SYS_NICE)",
         errno.ENOSYS: "this kernel has no NUMA support",
         errno.EINVAL: "the kernel refuses these nodes or this mode",
     }.get(code, os.strerror(code))
-    return f"unavailable: {' '.join(filter(None, [call, wanted]))}: {reason}"
-
-
-def _mask(nodes: Sequence[int]) -> Any:
-    """An array of unsigned longs with one bit per node."""
-    mask = (ctypes.c_ulong * (_MASK_BITS // _WORD_BITS))()
-    for node in nodes:
-        mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    return mask
-
-
-def _system_calls(library: str) -> tuple[Callable[..., int], Callable[..., int]] | str:
-    """(set_mempolicy, get_mempolicy), or why there are none."""
-    try:
-        numa = ctypes.CDLL(library, use_errno=True)
-        return numa.set_mempolicy, numa.get_mempolicy
-    except (OSError, AttributeError):
-        pass
-    numbers = _CALL_NUMBERS.get(platform.machine()) if platform.system() == "Linux" and _WORD_BITS == 64 else None
-    if numbers is None:
-        return f"libnuma is not installed, and {platform.system()} on {platform.machine()} has no number for its call here"
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype = ctypes.c_long
-
-    def by_number(number: int) -> Callable[..., int]:
-        return lambda first, *rest: int(syscall(ctypes.c_long(number), first, *rest))
-
-    return by_number(numbers[0]), by_number(numbers[1])
+    return f"unavailable: {call}: {reason}"
 
 
 PlacementPolicy = Literal["auto", "none", "pack", "spread", "near_gpu"]
@@ -134,17 +104,12 @@ def available_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _quota(root: Path) -> float:
-    try:
-        limit, period = (root / "cpu.max").read_text().split()
-        return math.inf if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        limit_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
-        return limit_us / period_us if limit_us > 0 else math.inf
-    except (OSError, ValueError):
-        return math.inf
+    """Cores of the cgroup's quota, of version 2 or 1; infinite without one."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            limit, period = " ".join((root / name).read_text() for name in names).split()
+            return math.inf if limit in ("max", "-1") else int(limit) / int(period)
+    return math.inf
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -167,15 +132,6 @@ class Placement:
     """Workers that share a physical core with it, because there are more workers than cores."""
     note: str = ""
     """Why the worker is not where the policy wants it; empty if it is."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Placement:
-        """Build from `to_dict`'s values, in which JSON made the tuples lists."""
-        tuples = {name: tuple(data[name]) for name in ("cores", "memory_nodes", "shares_with")}
-        return Placement(**{**data, **tuples})
 
 
 def place_workers(
@@ -261,7 +217,9 @@ def _choose_nodes(topology: Topology, policy: PlacementPolicy, served: Sequence[
     capacity: dict[int, int] = {}
     left: dict[int, int] = {}
     chosen: dict[int, int] = {}
-    for worker in _order(served):
+    # The first worker of each GPU chooses, then the second of each, …
+    gpus = [None if gpu is None else gpu.index for gpu in served]
+    for worker in sorted(range(len(gpus)), key=lambda worker: (gpus[:worker].count(gpus[worker]), worker)):
         while not any(left.values()):
             capacity = next(capacities)
             left = dict(capacity)
@@ -276,18 +234,6 @@ def _choose_nodes(topology: Topology, policy: PlacementPolicy, served: Sequence[
         left[node] -= 1
         chosen[worker] = node
     return chosen
-
-
-def _order(served: Sequence[Gpu | None]) -> list[int]:
-    """Order in which workers choose: the first worker of each GPU, then the second of each, …"""
-    count: Counter[int | None] = Counter()
-    ranks = []
-    for gpu in served:
-        key = None if gpu is None else gpu.index
-        ranks.append(count[key])
-        count[key] += 1
-    # If no GPUs are served, the rank is the worker's number.
-    return sorted(range(len(served)), key=lambda worker: (ranks[worker], worker))
 
 
 def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence[Gpu | None], note: str) -> list[Placement]:
@@ -335,36 +281,23 @@ def _sharing(topology: Topology, given: Mapping[int, tuple[int, ...]]) -> dict[i
 # --- in the worker ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AppliedPlacement:
-    """Placement of the worker as the kernel reports it after the attempt."""
-
-    worker: int
-    cores: tuple[int, ...]
-    """Cores that the process may run on; empty if the system does not report them."""
-    memory_policy: str
-    """``preferred:0``, ``bind:0``, ``default``, … or ``unavailable: `` and why."""
-    problems: tuple[str, ...] = ()
-    """Requests that the kernel did not fulfil, one sentence each."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def apply_placement(placement: Placement) -> AppliedPlacement:
+def apply_placement(cores: Sequence[int], memory_nodes: Sequence[int]) -> dict[str, Any]:
     """Pin this process and bind its memory, then read back the result. Never raises for lack of permission.
 
     Call it in the worker's main thread before the simulator is imported: existing memory stays where it is, and the memory policy applies
     to the calling thread and the threads that it starts later. Cores are set for all threads of the process.
+
+    Returns what the kernel reports: ``cores`` that the process may run on (empty if the system does not say), ``memory_policy`` as
+    `set_memory_policy` does, and ``problems``, a sentence for each request that the kernel did not fulfil.
     """
-    problems = _pin(placement.cores) if placement.cores else []
-    policy = set_memory_policy(placement.memory_nodes)
-    if placement.memory_nodes and policy.startswith("unavailable"):
-        problems.append(f"memory is not taken from node {format_list(placement.memory_nodes)}: {policy}")
-    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    if placement.cores and set(cores) != set(placement.cores):
-        problems.append(f"asked for cores {format_list(placement.cores)}, got {format_list(cores) or 'no answer'}")
-    return AppliedPlacement(placement.worker, cores, policy, tuple(problems))
+    problems = _pin(cores) if cores else []
+    policy = set_memory_policy(memory_nodes)
+    if memory_nodes and policy.startswith("unavailable"):
+        problems.append(f"memory is not taken from node {format_list(memory_nodes)}: {policy}")
+    got = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if cores and set(got) != set(cores):
+        problems.append(f"asked for cores {format_list(cores)}, got {format_list(got) or 'no answer'}")
+    return {"cores": got, "memory_policy": policy, "problems": problems}
 
 
 def _pin(cores: Sequence[int]) -> list[str]:
@@ -384,32 +317,26 @@ def _pin(cores: Sequence[int]) -> list[str]:
     return []
 
 
-def limit_threads(num_threads: int) -> dict[str, int]:
-    """Limit the thread pools of libraries in this process; returns {library: its new number of threads}.
+def limit_threads(num_threads: int) -> None:
+    """Limit the thread pools of libraries in this process.
 
     Libraries that are loaded later read the variables of `thread_variables`. For loaded libraries this function calls torch and numba, and
     limits OpenBLAS, MKL and OpenMP if threadpoolctl is installed. Without it they keep their number, so set the variables before the
     process starts. It never imports torch.
     """
     os.environ.update(thread_variables(num_threads))
-    limited = {"environment": num_threads}
     torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
     if torch is not None:
         torch.set_num_threads(num_threads)
         # torch refuses this after the first parallel work.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(num_threads)
-        limited["torch"] = torch.get_num_threads()
     if numba is not None:
         numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-        limited["numba"] = numba.get_num_threads()
-    try:
-        from threadpoolctl import threadpool_info, threadpool_limits
-    except ModuleNotFoundError:
-        return limited
-    threadpool_limits(num_threads)
-    limited.update({pool["internal_api"]: pool["num_threads"] for pool in threadpool_info()})
-    return limited
+    with contextlib.suppress(ModuleNotFoundError):
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(num_threads)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class EnvManager(WorkerSimulators):
             step_timeout_s=step_timeout_s,
             start_timeout_s=start_timeout_s,
             reset_timeout_s=reset_timeout_s,
-            placements=[p.to_dict() for p in place_workers(workers, placement, gpus)] if placement != "none" else None,
+            placements=place_workers(workers, placement, gpus) if placement != "none" else None,
             spare_workers=spare_workers,
         )
         self.seeds = seeds or EpisodeSeeds.training(0)

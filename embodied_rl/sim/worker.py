@@ -18,7 +18,7 @@ import numpy as np
 
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.errors import UserError
-from embodied_rl.sim.affinity import Placement, apply_placement, limit_threads
+from embodied_rl.sim.affinity import apply_placement, limit_threads
 from embodied_rl.sim.child import fault, live
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
@@ -118,13 +118,6 @@ class Worker:
 # ---- process --------------------------------------------------------------------------------------------------------
 
 
-def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
-    """Move to the planned cores and memory nodes before the simulator is imported; returns what the kernel reports."""
-    if placement is None:
-        return {}
-    return apply_placement(Placement.from_dict(placement)).to_dict()
-
-
 @contextlib.contextmanager
 def _own_warnings() -> Iterator[list[str]]:
     """Collect this package's warnings; the manager passes them on, because this process's output is read after a fault only."""
@@ -147,7 +140,7 @@ def _own_warnings() -> Iterator[list[str]]:
 
 
 def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
-    applied = _take_place(setup["placement"])
+    applied = apply_placement(*placement) if (placement := setup["placement"]) else {}  # before the simulator is imported
     # One simulator per run of slots, because the runs of different groups are stepped separately.
     with _own_warnings() as said:
         sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
@@ -160,7 +153,8 @@ def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], s
     message, _, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
     slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]
-    _take_place(assignment["placement"])
+    if placement := assignment["placement"]:
+        apply_placement(*placement)
     runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]
     worker = Worker(channel, runners, slab, released, awaits_resume=assignment["awaits_resume"], spins=assignment["spins"])
     channel.answer({"kind": "done"})

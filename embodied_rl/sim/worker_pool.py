@@ -14,7 +14,7 @@ from weakref import WeakSet
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.affinity import available_cores
+from embodied_rl.sim.affinity import Placement, available_cores
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.process import LearnedPatience, Patience, WorkerProcess, done
 from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, memory_of, slab_layout
@@ -38,8 +38,8 @@ class WorkerPoolPlan:
     start_timeout_s: float = 180.0
     reset_timeout_s: float | None = None
     """Seconds for a reset; None: learned from earlier resets."""
-    placements: Sequence[dict[str, Any]] | None = None
-    """`Placement.to_dict` of each worker; None: the scheduler chooses the cores."""
+    placements: Sequence[Placement] | None = None
+    """Place of each worker; None: the scheduler chooses the cores."""
     spare_workers: int = 0
     """Workers built ahead, so that replacing a failed one does not wait for a build."""
 
@@ -249,8 +249,9 @@ class WorkerPool:
         """Number of environments in each run of a worker."""
         return [len(run) for run in self.runs[index]]
 
-    def _placement(self, index: int) -> dict[str, Any] | None:
-        return None if self.plan.placements is None else self.plan.placements[index]
+    def _placement(self, index: int) -> tuple[Sequence[int], Sequence[int]] | None:
+        """(cores, memory nodes) of a worker."""
+        return None if self.plan.placements is None else (self.plan.placements[index].cores, self.plan.placements[index].memory_nodes)
 
     def _spawn(self, index: int, *, spare: bool = False) -> WorkerProcess:
         """Start a process. A spare moves to its cores once it has its index."""

@@ -387,7 +387,7 @@ class WorkerSimulators(Simulators):
         self.core_binding: CoreBinding | None = None
         """Binding that may keep the workers on their own cores as long as no other program wants these."""
         self.trials: Trials | None = None
-        cores = {core for placement in plan.placements or () for core in placement["cores"]}
+        cores = {core for placement in plan.placements or () for core in placement.cores}
         self._core_locks = CoreLocks.take(sorted(cores)) if cores else None
         """Locks that keep other runs from binding their workers to the same cores."""
         try:

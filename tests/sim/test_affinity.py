@@ -298,7 +298,6 @@ def test_nobody_shares_a_core_while_another_is_free(topology: Topology, num_work
         assert own <= set(topology.usable_in(placement.node))
         assert placement.memory_nodes == (placement.node,)
         assert set(placement.shares_with) == {b for b, other in enumerate(used) if b != placement.worker and own & other}
-        assert Placement.from_dict(json.loads(json.dumps(placement.to_dict()))) == placement
 
 
 @given(machines(), st.integers(1, 16))
@@ -362,11 +361,9 @@ def test_one_core_and_one_node_are_set_and_read_back() -> None:
     core = max(os.sched_getaffinity(0))
     topology = Topology.read()
     memory = topology.memory_nodes[:1]
-    placement = Placement(3, (core,), memory_nodes=memory)
-    said = in_a_process(f"result = apply_placement(Placement.from_dict({placement.to_dict()!r})).to_dict()")
+    said = in_a_process(f"result = apply_placement({[core]}, {memory})")
     assert said["cores"] == [core]
     assert said["allowed"] == str(core)
-    assert said["worker"] == 3
     if said["memory_policy"].startswith("unavailable"):
         assert said["problems"] or not memory
     else:
@@ -377,7 +374,7 @@ def test_one_core_and_one_node_are_set_and_read_back() -> None:
 
 
 def test_nothing_asked_for_nothing_changed() -> None:
-    said = in_a_process("result = apply_placement(Placement(0)).to_dict()")
+    said = in_a_process("result = apply_placement((), ())")
     assert said["cores"] == sorted(os.sched_getaffinity(0))
     assert said["problems"] == []
     assert said["memory_policy"].split(":")[0] in ("default", "unavailable")
@@ -395,7 +392,7 @@ def other():
 thread = threading.Thread(target=other)
 thread.start()
 ready.wait()
-apply_placement(Placement(0, ({core},)))
+apply_placement([{core}], [])
 done.set()
 thread.join()
 result["child"] = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"], text=True).strip()
@@ -405,7 +402,7 @@ result["child"] = subprocess.check_output([sys.executable, "-c", "import os; pri
 
 
 def test_what_cannot_be_had_is_said_and_nothing_breaks() -> None:
-    said = in_a_process("result = apply_placement(Placement(0, (1023,), memory_nodes=(1000,))).to_dict()")
+    said = in_a_process("result = apply_placement([1023], [1000])")
     assert said["cores"] == sorted(os.sched_getaffinity(0))
     assert said["memory_policy"].startswith("unavailable: set_mempolicy preferred:1000: ")
     assert [problem.partition(":")[0] for problem in said["problems"]] == [
@@ -432,43 +429,27 @@ result["filtered"] = libc.prctl(22, ctypes.c_ulong(2), ctypes.byref(program), *[
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is written for x86-64")
-@pytest.mark.parametrize("library", ["libnuma.so.1", "libthere-is-none.so"])
-def test_container_that_forbids_memory_policies(library: str) -> None:
-    said = in_a_process(
-        f"{SECCOMP}\nresult['policy'] = set_memory_policy((0,), library={library!r})\nresult['now'] = set_memory_policy(())"
-    )
+def test_container_that_forbids_memory_policies() -> None:
+    said = in_a_process(f"{SECCOMP}\nresult['policy'] = set_memory_policy((0,))\nresult['now'] = set_memory_policy(())")
     if not said["filtered"]:
         pytest.skip("this kernel has no seccomp filters")
     assert said["policy"] == "unavailable: set_mempolicy preferred:0: not permitted here (containers need the capability SYS_NICE)"
     assert said["now"].startswith("unavailable: get_mempolicy: not permitted")
 
 
-def test_without_libnuma_the_calls_are_made_all_the_same() -> None:
-    said = in_a_process(
-        "result['policies_set'] = [set_memory_policy((0,), library) for library in ('libnuma.so.1', 'libthere-is-none.so')]"
-    )
-    with_libnuma, without = said["policies_set"]
-    if Topology.read().memory_nodes and not with_libnuma.startswith("unavailable"):
-        assert without == "preferred:0"
-    assert with_libnuma == without or platform.machine() not in ("x86_64", "aarch64", "riscv64")
-
-
 def test_thread_pools_are_limited_and_torch_is_not_imported_for_it() -> None:
     said = in_a_process("""
 import sys
-result["first"] = limit_threads(1)
+limit_threads(1)
 result["torch before"] = "torch" in sys.modules
 import numba, torch
 result["as loaded"] = [torch.get_num_threads(), numba.get_num_threads()]
 torch.set_num_threads(2)
-result["second"] = limit_threads(1)
-result["torch"] = torch.get_num_threads()
+limit_threads(1)
+result["again"] = [torch.get_num_threads(), numba.get_num_threads()]
 result["environment"] = [os.environ["OMP_NUM_THREADS"], os.environ["LP_NUM_THREADS"]]
 """)
     assert said["torch before"] is False
-    assert said["first"]["environment"] == 1
-    assert "torch" not in said["first"]
     assert said["as loaded"] == [1, 1]  # the variables arrived
-    assert said["second"]["torch"] == said["torch"] == 1
-    assert said["second"]["numba"] == 1
+    assert said["again"] == [1, 1]
     assert said["environment"] == ["1", "0"]  # the rasteriser counts the threads beside the one that draws
