@@ -20,10 +20,19 @@ import numpy as np
 
 from embodied_rl.bounds import whole_number
 from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOT_COLUMN, Column
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo, not_finite
+from embodied_rl.episodes.recording import (
+    EpisodeTable,
+    RecordedEpisode,
+    Recording,
+    RecordingError,
+    RecordingInfo,
+    damaged,
+    not_finite,
+    raised_as_damage,
+)
 from embodied_rl.errors import brief
 from embodied_rl.reading import open_regular, parse_json, read_npy_header, read_regular
-from embodied_rl.types import SimSpec, VariableSpec
+from embodied_rl.types import SimSpec
 
 RECORDING_FILE = "recording.json"
 LAYOUT_FILE = "part.json"
@@ -125,14 +134,8 @@ class Index:
 def read_info(folder: Path) -> RecordingInfo:
     """Read ``recording.json``. Raises RecordingError if it is missing, damaged, or of another format version."""
     path = folder / RECORDING_FILE
-    try:
+    with raised_as_damage(path, said="does not describe a recording"):
         return RecordingInfo.from_dict(parse_json(read_regular(path)))
-    except OSError as error:
-        raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
-    except KeyError as error:
-        raise RecordingError(f"'{path}' has no field {brief(error)}.") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise RecordingError(f"'{path}' does not describe a recording: {brief(error)}.") from error
 
 
 def part_folders(recording: Path) -> list[Path]:
@@ -143,14 +146,10 @@ def part_folders(recording: Path) -> list[Path]:
 def read_columns(folder: Path) -> tuple[Column, ...]:
     """Read the columns of a part. Raises RecordingError if ``part.json`` is missing or wrong."""
     path = folder / LAYOUT_FILE
-    try:
+    with raised_as_damage(path, said="does not describe columns"):
         columns = tuple(Column.from_dict(data) for data in parse_json(read_regular(path))["columns"])
-    except OSError as error:
-        raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RecordingError(f"'{path}' does not describe columns: {brief(error)}.") from error
     if len({column.name for column in columns}) != len(columns):
-        raise RecordingError(f"'{path}' names a column twice.")
+        raise damaged(path, "names a column twice")
     return columns
 
 
@@ -174,29 +173,22 @@ def array_dtype(column: Column) -> tuple[str, tuple[int, ...]]:
 
 def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], ends: np.ndarray) -> int:
     """Offset of the rows of an .npy file; checks that the file reaches the rows `ends` [E], one past the last of each episode."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            found = read_npy_header(file)
-            offset = file.tell()
-    except OSError as error:
-        raise RecordingError(f"'{path}', field '{field}': cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise RecordingError(f"'{path}', field '{field}': {error}.") from error
+    with raised_as_damage(path, field=field), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        found = read_npy_header(file)
+        offset = file.tell()
     # The header's number of rows is ignored: a killed recorder may have counted one episode too many.
     if found[0][1:] != shape or found[1] or found[2].str != dtype:
         rows = ", ".join(["rows", *map(str, shape)])
         held = f"{brief(found[2], 40)} {brief(list(found[0]), 80)}"
-        raise RecordingError(f"'{path}', field '{field}': holds {held} instead of {np.dtype(dtype)} [{brief(rows, 80)}].")
+        raise damaged(path, f"holds {held} instead of {np.dtype(dtype)} [{brief(rows, 80)}]", field=field)
     row_bytes = np.dtype(dtype).itemsize * math.prod(shape)
     # In floating point: claimed sizes may not fit into 64 bits, and are only compared.
     missing = offset + ends * float(min(row_bytes, 2**62)) > size
     if missing.any():
         episode = int(np.argmax(missing))
-        raise RecordingError(
-            f"'{path}', episode {episode}, field '{field}': the file is cut short: {size} bytes, and the episode ends at "
-            f"{offset + int(ends[episode]) * row_bytes}."
-        )
+        reach = offset + int(ends[episode]) * row_bytes
+        raise damaged(path, f"the file is cut short: {size} bytes, and the episode ends at {reach}", episode, field)
     return offset
 
 
@@ -213,10 +205,8 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
 def read_index(path: Path, num_columns: int) -> Index:
     """Read the finished episodes of a part; a last line without a newline is ignored.
     Raises RecordingError: the file is missing, or a line is invalid; the message names the line and the field."""
-    try:
+    with raised_as_damage(path):
         data = read_regular(path)
-    except OSError as error:
-        raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     size = data.rfind(b"\n") + 1
     lines = data[:size].split(b"\n")[:-1]
     entries = _parse(path, lines)
@@ -261,13 +251,11 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
     if entries is not None and len(entries) == len(lines) and all(type(entry) is dict for entry in entries):
         return entries
     for number, line in enumerate(lines):
-        try:
+        with raised_as_damage(path, number, said="the line is not JSON"):
             entry = parse_json(line)
-        except ValueError as error:
-            raise RecordingError(f"'{path}', episode {number}: the line is not JSON ({error}).") from error
         if type(entry) is not dict:
-            raise RecordingError(f"'{path}', episode {number}: the line is not a JSON object.")
-    raise RecordingError(f"'{path}' does not hold one JSON object per line.")
+            raise damaged(path, "the line is not a JSON object", number)
+    raise damaged(path, "does not hold one JSON object per line")
 
 
 def _column(path: Path, entries: list[dict[str, Any]], name: str) -> list[Any]:
@@ -275,12 +263,11 @@ def _column(path: Path, entries: list[dict[str, Any]], name: str) -> list[Any]:
     try:
         values = [entry[name] for entry in entries]
     except KeyError:
-        number = next(number for number, entry in enumerate(entries) if name not in entry)
-        raise RecordingError(f"'{path}', episode {number}: field '{name}' is missing.") from None
+        raise damaged(path, "is missing", next(n for n, entry in enumerate(entries) if name not in entry), name) from None
     if not set(map(type, values)) <= set(_KINDS[name]):
         number = next(number for number, value in enumerate(values) if type(value) not in _KINDS[name])
         kinds = " or ".join(kind.__name__ for kind in _KINDS[name])
-        raise RecordingError(f"'{path}', episode {number}: field '{name}' must be {kinds}, got {values[number]!r:.80}.")
+        raise damaged(path, f"must be {kinds}, got {values[number]!r:.80}", number, name)
     return values
 
 
@@ -289,7 +276,7 @@ def _int64(path: Path, name: str, values: list[int]) -> np.ndarray:
         return np.array(values, np.int64)
     except OverflowError:
         number = next(number for number, value in enumerate(values) if not -_SEED_LIMIT <= value < _SEED_LIMIT)
-        raise RecordingError(f"'{path}', episode {number}: field '{name}' does not fit into 64 bits.") from None
+        raise damaged(path, "does not fit into 64 bits", number, name) from None
 
 
 def _floats(values: list[float]) -> np.ndarray:
@@ -301,7 +288,7 @@ def _floats(values: list[float]) -> np.ndarray:
 
 def _require(path: Path, holds: np.ndarray, name: str, complaint: str) -> None:
     if not holds.all():
-        raise RecordingError(f"'{path}', episode {int(np.argmin(holds))}: field '{name}' {complaint}.")
+        raise damaged(path, complaint, int(np.argmin(holds)), name)
 
 
 def blob_checksum(of_bytes: int, sizes: np.ndarray, marks: Sequence[int] | np.ndarray | None) -> int:
@@ -343,56 +330,50 @@ def validate(recording: Recording, pictures: bool = True) -> list[str]:
     problems: list[str] = []
     seen: dict[Any, int] = {}
     for number in range(len(recording)):
-        damaged = recording.damage(number)
-        problems += damaged
+        altered = recording.damage(number)
+        problems += altered
         try:
             episode = recording.episode(number)
-            problems += [f"'{recording.path}', episode {number}, {problem}" for problem in _episode_problems(recording, number, episode)]
+            problems += [str(damaged(recording.path, what, number, field)) for field, what in _episode_problems(recording, number, episode)]
             if pictures:
                 _decode(episode)
         except RecordingError as error:
             # A recording that verifies on reading reports it again.
-            problems += [] if str(error) in damaged else [str(error)]
+            problems += [] if str(error) in altered else [str(error)]
             continue
         fingerprint = recording.fingerprint(number)
         if fingerprint is not None and seen.setdefault(fingerprint, number) != number:
-            problems.append(f"'{recording.path}', episode {number}: is a copy of episode {seen[fingerprint]}.")
+            problems.append(str(damaged(recording.path, f"is a copy of episode {seen[fingerprint]}", number)))
     return problems
 
 
-def fit_problems(episode: RecordedEpisode, spec: SimSpec) -> list[str]:
-    """Mismatches between an episode and a simulator: one line per field, without the location."""
-    problems = []
+def fit_problems(episode: RecordedEpisode, spec: SimSpec) -> Iterator[tuple[str, str]]:
+    """Yield (field, complaint) of each mismatch between an episode and a simulator."""
     if episode.observation.keys() != spec.observation.keys():
-        problems.append(f"field 'observation': has the keys {sorted(episode.observation)}, and the simulator {sorted(spec.observation)}.")
-    for key, part in spec.observation.items():
-        rows = episode.observation.get(key)
-        if rows is not None and not isinstance(part, VariableSpec):
-            problems += _shape_problems(f"observation.{key}", rows, part.dtype, part.shape)
+        yield "observation", f"has the keys {sorted(episode.observation)}, and the simulator {sorted(spec.observation)}"
+    fixed = {f"observation.{key}": (episode.observation[key], part) for key, part in spec.tensors.items() if key in episode.observation}
+    due = [(name, rows, part.dtype, part.shape) for name, (rows, part) in fixed.items()]
     if spec.action.kind == "text":
-        wrong = [time for time, action in enumerate(episode.action) if not isinstance(action, str)]
-        problems += [f"field 'action': step {wrong[0]} is not text."] if wrong else []
-        return problems
-    problems += _shape_problems("action", episode.action, spec.action.dtype, (spec.action.dim,))
-    if spec.action.kind == "discrete" and not problems:
-        outside = (episode.action < 0) | (episode.action >= spec.action.num_actions)
-        if outside.any():
+        yield from (("action", f"step {time} is not text") for time, action in enumerate(episode.action) if not isinstance(action, str))
+    else:
+        due.append(("action", episode.action, spec.action.dtype, (spec.action.dim,)))
+    for name, rows, dtype, shape in due:
+        if np.dtype(rows.dtype) != np.dtype(dtype) or rows.shape[1:] != shape:
+            yield name, f"holds rows {rows.dtype} {list(rows.shape[1:])}, and the simulator {dtype} {list(shape)}"
+        elif name == "action" and spec.action.kind == "discrete" and (outside := (rows < 0) | (rows >= spec.action.num_actions)).any():
             step = int(np.argmax(outside.any(axis=1)))
-            problems.append(f"field 'action': step {step} is {episode.action[step].tolist()}, of {spec.action.num_actions} choices.")
-    return problems
+            yield name, f"step {step} is {rows[step].tolist()}, of {spec.action.num_actions} choices"
 
 
-def finite_problems(episode: RecordedEpisode) -> list[str]:
-    """Fields with forbidden NaN or infinity: one line per field, without the location."""
-    problems = []
+def finite_problems(episode: RecordedEpisode) -> Iterator[tuple[str, str]]:
+    """Yield (field, complaint) of each field with forbidden NaN or infinity."""
     for name, rows in episode.columns().items():
         due = name in FINITE_COLUMNS or name.startswith("observation.")
         if due and isinstance(rows, np.ndarray) and (bad := not_finite(rows)) is not None:
-            problems.append(f"field '{name}': row {bad[0]} holds {bad[1]}.")
-    return problems
+            yield name, f"holds {bad[1]} at step {bad[0]}"
 
 
-def _episode_problems(recording: Recording, number: int, episode: RecordedEpisode) -> Iterator[str]:
+def _episode_problems(recording: Recording, number: int, episode: RecordedEpisode) -> Iterator[tuple[str, str]]:
     yield from fit_problems(episode, recording.spec)
     yield from finite_problems(episode)
     table = recording.table
@@ -404,16 +385,10 @@ def _episode_problems(recording: Recording, number: int, episode: RecordedEpisod
         ("complete", bool(table.complete[number]), episode.complete),
     ):
         if said != found:
-            yield f"field '{name}': has the value {said} in the metadata, but {found} in the data."
+            yield name, f"has the value {said} in the metadata, but {found} in the data"
     said_return, found_return = float(table.returns[number]), episode.episode_return
     if not abs(said_return - found_return) <= _RETURN_TOLERANCE * max(1.0, float(np.abs(episode.reward, dtype=np.float64).sum())):
-        yield f"field 'return': is {said_return:.6g} in the metadata, but the rewards add up to {found_return:.6g}."
-
-
-def _shape_problems(name: str, rows: np.ndarray, dtype: str, shape: tuple[int, ...]) -> list[str]:
-    if np.dtype(rows.dtype) == np.dtype(dtype) and rows.shape[1:] == shape:
-        return []
-    return [f"field '{name}': holds rows {rows.dtype} {list(rows.shape[1:])}, and the simulator {dtype} {list(shape)}."]
+        yield "return", f"is {said_return:.6g} in the metadata, but the rewards add up to {found_return:.6g}"
 
 
 def _decode(episode: RecordedEpisode) -> None:

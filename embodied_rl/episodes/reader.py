@@ -27,7 +27,9 @@ from embodied_rl.episodes.recording import (
     RecordingError,
     RecordingInfo,
     cut_by_steps,
+    damaged,
     joined,
+    raised_as_damage,
     runs_of,
 )
 from embodied_rl.errors import brief, did_you_mean
@@ -203,7 +205,7 @@ class PartReader:
                 same_lengths=True,
             )
         except ValueError as error:
-            raise RecordingError(f"'{self.folder}', episode {number}: {brief(error)}") from error
+            raise damaged(self.folder, str(error).rstrip("."), number) from error
 
     def step(self, number: int, time: int) -> RecordedStep:
         """Read a step. Raises IndexError, or RecordingError if its data are damaged."""
@@ -229,7 +231,7 @@ class PartReader:
                 # Opened and verified now, to find a damaged file now, since copies are made of the file as it is.
                 self._video(column, number)
                 self.verify(column, number)
-            video = (self._video_path(column, number), column.encoding) if column.is_video else None
+            video = (self._path(column, number), column.encoding) if column.is_video else None
             return Frames(count, column.shape, lambda time: self.row(column, number, time), video)
         self.verify(column, number)
         rows = self._rows_of(column, number)
@@ -279,7 +281,11 @@ class PartReader:
         """Bytes of a row of varying size; `place` ends with its offset and size. Raises RecordingError if they are outside the file."""
         blob = self._blobs.get(column.name)
         if blob is None:
-            blob = self._blobs[column.name] = self._map_blob(column, number)
+            path = self._path(column, number)
+            with raised_as_damage(path, number, column.name), open_regular(path) as file:
+                # An empty file cannot be mapped.
+                blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+            self._blobs[column.name] = blob
         offset, size = int(place[-2]), int(place[-1])
         if offset < 0 or size < 0 or offset + size > len(blob):
             raise self.damaged(column, number, f"bytes {offset} to {offset + size} are needed, but the file has {len(blob)}")
@@ -320,10 +326,8 @@ class PartReader:
     def checksum(self, column: Column, number: int) -> int:
         """CRC-32 of an episode's rows of a column, as in `RecordingWriter`."""
         if column.is_video:
-            try:
-                return files.file_checksum(self._video_path(column, number))
-            except OSError as error:
-                raise self.damaged(column, number, f"cannot be read ({error.strerror})") from error
+            with raised_as_damage(path := self._path(column, number), number, column.name):
+                return files.file_checksum(path)
         rows, checksum = self._rows_of(column, number), 0
         if column.encoding == "array":
             return zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data) if column.row_bytes else 0
@@ -376,35 +380,24 @@ class PartReader:
             count = self.index.num_steps + (0 if column.per == "step" else self.index.num_episodes)
         offset, size = self._offsets[column.name], math.prod(shape)
         path = self.folder / f"{column.stem}.npy"
-        try:
-            with open_regular(path) as file:
-                memory = mmap.mmap(file.fileno(), offset + count * np.dtype(dtype).itemsize * size, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise RecordingError(f"'{path}', field '{column.name}': cannot be read: {error}.") from error
+        with raised_as_damage(path, field=column.name), open_regular(path) as file:
+            memory = mmap.mmap(file.fileno(), offset + count * np.dtype(dtype).itemsize * size, access=mmap.ACCESS_READ)
         rows = np.frombuffer(memory, dtype, count * size, offset).reshape(count, *shape)
         self._maps[column.name] = (memory, rows)
         return rows
 
-    def _map_blob(self, column: Column, number: int) -> mmap.mmap | bytes:
-        path = self.folder / f"{column.stem}.bin"
-        try:
-            with open_regular(path) as file:
-                # An empty file cannot be mapped.
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-        except (OSError, ValueError) as error:
-            raise self.damaged(column, number, f"cannot be read: {error}") from error
-
-    def _video_path(self, column: Column, number: int) -> Path:
-        return self.folder / column.stem / files.video_name(number)
+    def _path(self, column: Column, number: int) -> Path:
+        """File with an episode's rows of a column."""
+        if column.is_video:
+            return self.folder / column.stem / files.video_name(number)
+        return self.folder / f"{column.stem}.{'bin' if column.is_blob else 'npy'}"
 
     def _video(self, column: Column, number: int) -> VideoReader:
         key = (column.name, number)
         video = self._videos.pop(key, None)
         if video is None:
-            try:
-                video = VideoReader(self._video_path(column, number), column.shape, column.rows_of(int(self.index.table.lengths[number])))
-            except VideoError as error:
-                raise self.damaged(column, number, str(error)) from error
+            with raised_as_damage(path := self._path(column, number), number, column.name, said=""):
+                video = VideoReader(path, column.shape, column.rows_of(int(self.index.table.lengths[number])))
             while len(self._videos) >= OPEN_VIDEOS:
                 self._videos.popitem(last=False)[1].close()
         self._videos[key] = video
@@ -418,11 +411,7 @@ class PartReader:
 
     def damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
         """Error that names the problem with an episode's rows of a column, and their location."""
-        if column.is_video:
-            path = self._video_path(column, number)
-        else:
-            path = self.folder / f"{column.stem}.{'bin' if column.is_blob else 'npy'}"
-        return RecordingError(f"'{path}', episode {number}, field '{column.name}': {complaint}.")
+        return damaged(self._path(column, number), complaint, number, column.name)
 
 
 def _place_of(name: str) -> tuple[str, str]:
@@ -444,19 +433,17 @@ def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo)
     try:
         wanted = layout_for(info.spec, "raw", {})
     except (TypeError, ValueError) as error:
-        raise RecordingError(f"'{folder.parent / files.RECORDING_FILE}' describes no simulator: {brief(error)}.") from error
+        raise damaged(folder.parent / files.RECORDING_FILE, f"describes no simulator: {brief(error)}") from error
     for column in wanted:
         other = found.pop(column.name, None)
         if other is None:
-            raise RecordingError(f"'{path}': the column '{brief(column.name, 60)}' is missing.")
+            raise damaged(path, "is missing", field=column.name)
         same = (other.dtype, other.shape, other.per) == (column.dtype, column.shape, column.per)
         if not same or (other.encoding != column.encoding and not other.is_picture):
-            raise RecordingError(
-                f"'{path}': the column '{column.name}' is {brief(other.to_dict(), 120)}, and the simulator has "
-                f"{brief(column.to_dict(), 120)}."
-            )
+            what = f"is {brief(other.to_dict(), 120)}, and the simulator has {brief(column.to_dict(), 120)}"
+            raise damaged(path, what, field=column.name)
     for name, column in found.items():
         known = name.startswith(("state.", "images.")) and column.per == "observation"
         known |= name in OPTIONAL_COLUMNS and column.per == "step"
         if not known:
-            raise RecordingError(f"'{path}': the column '{brief(name, 60)}' does not belong to a recording.")
+            raise damaged(path, "does not belong to a recording", field=name)

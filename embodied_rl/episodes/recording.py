@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,11 +13,44 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.errors import UserError, brief, did_you_mean, shown
 from embodied_rl.trust import RECORDING, sign
 from embodied_rl.types import Observation, SimSpec
 
 FORMAT_VERSION = 1
+
+
+class RecordingError(UserError):
+    """A recording that cannot be read or written: damaged, inconsistent, or of another simulator.
+
+    The message names the file, and the episode and the field if there are any.
+    """
+
+
+def damaged(path: Path, what: object, episode: int | str | None = None, field: str | None = None) -> RecordingError:
+    """One-line error for an invalid file."""
+    where = f"'{path}'"
+    where += "" if episode is None else f", episode {episode}"
+    where += "" if field is None else f", field '{brief(field, 80)}'"
+    return RecordingError(f"{where}: {brief(what, 260)}.")
+
+
+@contextmanager
+def raised_as_damage(path: Path, episode: int | None = None, field: str | None = None, said: str = "cannot be read") -> Iterator[None]:
+    """Convert any error while reading a file to RecordingError: files hold data of any type at any place, and libraries raise many classes.
+    The message has the reason after `said` ("": only the reason)."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError | OSError):
+            reason = str((isinstance(error, OSError) and error.strerror) or error).rstrip(".")
+        else:
+            reason = f"no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise damaged(path, f"{said}: {brief(reason)}" if said else reason, episode, field) from error
+
+
 Value = npt.ArrayLike | Mapping[str, object] | None
 """A row of a column: an array, a number, a text, or any JSON value."""
 STEP_COLUMNS = ("action", "reward", "terminated", "truncated", "success")
@@ -190,7 +224,7 @@ class RecordingInfo:
             )
         mappings, texts = ("sim", "policy", "versions", "metadata"), ("command", "created")
         if wrong := [name for name in mappings if not isinstance(data[name], dict)] or [n for n in texts if not isinstance(data[n], str)]:
-            raise TypeError(f"'{wrong[0]}' must be {'a mapping' if wrong[0] in mappings else 'a text'}, got {shown(data[wrong[0]])}")
+            raise ValueError(f"'{wrong[0]}' must be {'a mapping' if wrong[0] in mappings else 'a text'}, got {shown(data[wrong[0]])}")
         fields = {name: data[name] for name in (*mappings, *texts)}
         return RecordingInfo(SimSpec.from_dict(data["spec"]), **fields, signature=data.get("signature"))
 
@@ -296,13 +330,6 @@ def joined(parts: list[Any]) -> np.ndarray:
 
 BLOCK_STEPS = 2**14
 """Number of steps that `Recording.blocks` reads at once."""
-
-
-class RecordingError(UserError):
-    """A recording that cannot be read or written: damaged, inconsistent, or of another simulator.
-
-    The message names the file, and the episode and the field if there are any.
-    """
 
 
 @dataclass(frozen=True)

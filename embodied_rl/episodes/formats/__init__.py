@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.episodes.formats.base import Advance, ForeignRecording, raised_as_damage
-from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError
+from embodied_rl.episodes.formats.base import Advance, ForeignRecording
+from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError, raised_as_damage
 from embodied_rl.errors import did_you_mean
 from embodied_rl.files import cannot_write
 

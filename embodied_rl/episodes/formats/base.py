@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from embodied_rl.episodes.folder import fit_problems
+from embodied_rl.episodes.folder import finite_problems, fit_problems
 from embodied_rl.episodes.recording import (
     EpisodeTable,
     Fate,
@@ -20,9 +19,10 @@ from embodied_rl.episodes.recording import (
     Recording,
     RecordingError,
     RecordingInfo,
-    not_finite,
+    damaged,
+    last_only,
+    raised_as_damage,
 )
-from embodied_rl.errors import UserError, brief
 from embodied_rl.reading import parse_json as parse_text
 from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, TensorSpec, VariableSpec
@@ -55,49 +55,25 @@ Advance = Callable[[int], object]
 """Callback with the number of episodes done since the last call."""
 
 
-def damaged(path: Path, what: str, episode: int | str | None = None, field: str | None = None) -> RecordingError:
-    """One-line error for an invalid file."""
-    where = f"'{path}'"
-    where += "" if episode is None else f", episode {episode}"
-    where += "" if field is None else f", field '{brief(field, 80)}'"
-    return RecordingError(f"{where}: {brief(what, 260)}.")
-
-
-@contextmanager
-def raised_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
-    """Convert any error while reading another program's file to RecordingError: its data may be of any type at any place.
-    Raises RecordingError in place of the errors of Python, numpy or a library."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        MemoryError,
-        OSError,
-        RuntimeError,
-    ) as error:
-        raise damaged(path, f"cannot be read ({type(error).__name__}: {brief(error)})", episode) from error
-
-
-def unknown_seed(number: int) -> int:
-    """Substitute seed of episode `number` in a file without seeds: -1, -2, …, so that no two episodes seem equal."""
-    return -1 - number
-
-
 class ForeignRecording(Recording):
     """A recording in another project's format."""
 
     format: ClassVar[str]
     """Name of the format among `FORMATS`."""
 
-    def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable, notes: NoteBook) -> None:
-        super().__init__(path, info, table)
+    def __init__(self, path: Path) -> None:
+        """Read the small columns of all episodes once. Raises RecordingError if they are damaged or inconsistent."""
+        notes, bounds, rows = NoteBook(), ActionBounds(), []
+        count, info = self._open(notes)
+        for number in range(count):
+            fields = self._flags(number, notes)
+            with raised_as_damage(path, number, "action", said=""):
+                bounds.add(fields["action"])
+            reward, success = fields["reward"], fields["success"]
+            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
+            total = float(reward.sum(dtype=np.float64))
+            rows.append((len(reward), fields["seed"], total, bool(success.any()), bool(success[-1]), ended, fields.get("task")))
+        super().__init__(path, self._foreign_info(bounds, notes) if info is None else info, EpisodeTable.of_rows(rows))
         self.notes = tuple(notes)
         """Notes on missing fields and their replacements."""
 
@@ -105,20 +81,44 @@ class ForeignRecording(Recording):
         position = self._position(number)
         with raised_as_damage(self.path, position):
             found = self._episode(position)
-            if problems := fit_problems(found, self.spec):
-                raise damaged(self.path, problems[0].rstrip("."), position)
+            for field, what in fit_problems(found, self.spec):
+                raise damaged(self.path, what, position, field)
         return found
+
+    @abstractmethod
+    def _open(self, notes: NoteBook) -> tuple[int, RecordingInfo | None]:
+        """Find the episodes; return their number and the side entry's info. None: another program wrote the file."""
+
+    @abstractmethod
+    def _foreign_info(self, bounds: ActionBounds, notes: NoteBook) -> RecordingInfo:
+        """Recording info of another program's file."""
+
+    @abstractmethod
+    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+        """All fields of an episode except observations and states, named as in `RecordedEpisode`."""
 
     @abstractmethod
     def _episode(self, number: int) -> RecordedEpisode:
         """Read the existing episode `number`. Any error other than RecordingError counts as damage."""
 
 
-def table_row(fields: Mapping[str, Any], task: str | None) -> tuple[int, int, float, bool, bool, bool, str | None]:
-    """An episode's row for `EpisodeTable.of_rows`, from its fields [T]."""
-    reward, success = fields["reward"], fields["success"]
-    ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
-    return len(reward), fields["seed"], float(reward.sum(dtype=np.float64)), bool(success.any()), bool(success[-1]), ended, task
+def filled(name: str, length: int, notes: NoteBook, said: str) -> np.ndarray:
+    """Substitute [T] for a ``reward`` or ``success`` that is not in the file."""
+    notes.add(name, "filled", f"{said}; {'False' if name == 'success' else '0'} at every step")
+    return np.zeros(length, bool if name == "success" else np.float32)
+
+
+def unknown_seed(number: int) -> int:
+    """Substitute seed of episode `number` in a file without seeds: -1, -2, …, so that no two episodes seem equal."""
+    return -1 - number
+
+
+def seed_or_unknown(seed: object, number: int, notes: NoteBook, why: str) -> int:
+    """The seed in the file, or `unknown_seed`."""
+    if type(seed) is int:
+        return seed
+    notes.add("seed", "filled", f"{why}; negative numbers, one for each episode")
+    return unknown_seed(number)
 
 
 # ---- what files say -------------------------------------------------------------------------------------------------
@@ -126,20 +126,16 @@ def table_row(fields: Mapping[str, Any], task: str | None) -> tuple[int, int, fl
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises RecordingError naming the file."""
-    try:
+    if not path.is_file():
+        raise damaged(path, "is missing")
+    with raised_as_damage(path, said="cannot be read as JSON"):
         return parse_json(path, read_regular(path))
-    except FileNotFoundError as error:
-        raise damaged(path, "is missing") from error
-    except OSError as error:
-        raise damaged(path, f"cannot be read as JSON ({error})") from error
 
 
 def parse_json(path: Path, text: str | bytes, field: str | None = None, episode: int | None = None) -> dict[str, Any]:
     """Parse a JSON object from an attribute or a column. Raises RecordingError."""
-    try:
+    with raised_as_damage(path, episode, field, "cannot be read as JSON"):
         data = parse_text(text)
-    except (TypeError, ValueError) as error:
-        raise damaged(path, f"cannot be read as JSON ({error})", episode, field) from error
     if not isinstance(data, dict):
         raise damaged(path, f"must hold a JSON object, holds a {type(data).__name__}", episode, field)
     return data
@@ -147,23 +143,14 @@ def parse_json(path: Path, text: str | bytes, field: str | None = None, episode:
 
 def finish_episode(path: Path, number: int, fields: Mapping[str, Any]) -> RecordedEpisode:
     """Build an episode and check it. Raises RecordingError naming file, episode and field."""
-    for name in ("action", "reward", "value", "log_prob", "sampled_action"):
-        require_finite(path, fields.get(name), number, name)
-    for key, part in fields["observation"].items():
-        require_finite(path, part, number, f"observation.{key}")
     for name in ("reward", "terminated", "truncated", "success"):
         if fields[name].ndim != 1:
             raise damaged(path, f"must hold one value a step, holds rows of {list(fields[name].shape[1:])}", number, name)
-    try:
-        return RecordedEpisode(**fields)
-    except (ValueError, TypeError) as error:
-        raise damaged(path, str(error).rstrip("."), number) from error
-
-
-def require_finite(path: Path, array: np.ndarray | None, episode: int, field: str) -> None:
-    """Raise RecordingError if an array [T, ...] contains NaN or infinity."""
-    if array is not None and (bad := not_finite(array)) is not None:
-        raise damaged(path, f"holds {bad[1]} at step {bad[0]}", episode, field)
+    with raised_as_damage(path, number, said=""):
+        episode = RecordedEpisode(**fields)
+        for field, what in finite_problems(episode):
+            raise damaged(path, what, number, field)
+    return episode
 
 
 def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> np.ndarray:
@@ -174,11 +161,19 @@ def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> 
     return single
 
 
-def split_ends(ended: np.ndarray, field: str, notes: NoteBook) -> bool:
-    """Whether the last of [T] flags is set; notes earlier ones, which some recorders write when they continue after success."""
+def split_ends(ended: np.ndarray, field: str, notes: NoteBook) -> np.ndarray:
+    """[T] flags of which only the last counts; notes earlier ones, which some recorders write when they continue after success."""
     if ended[:-1].any():
         notes.add(field, "changed", "also set before the last step (the recorder continued after the task's end); only the last counts")
-    return bool(ended[-1])
+    return last_only(len(ended), bool(ended[-1]))
+
+
+def guessed_ends(done: np.ndarray | None, length: int, name: str, notes: NoteBook) -> dict[str, np.ndarray]:
+    """terminated and truncated [T] of a file that has at most [T] flags `name`, which are set when an episode is done."""
+    terminated = last_only(length, False) if done is None else split_ends(done.astype(bool), "terminated", notes)
+    notes.add("terminated", "filled", f"'{name}' of the last step, which does not tell the task's end from a cut; False without it")
+    notes.add("truncated", "filled", "an episode that is not done at its last step was cut by its recorder")
+    return {"terminated": terminated, "truncated": last_only(length, not terminated[-1])}
 
 
 def repeat_last(array: np.ndarray) -> np.ndarray:
@@ -203,18 +198,26 @@ class ActionBounds:
         self.high: np.ndarray | None = None
 
     def add(self, action: np.ndarray) -> None:
-        """Add actions [T, A]; rows with NaN, which `finish_episode` refuses, are ignored."""
-        action = action[np.isfinite(action).all(axis=1)]
-        if not len(action):
+        """Add actions [T, A] (texts are ignored, and rows with NaN, which `finish_episode` refuses). Raises ValueError: another A."""
+        if action.dtype.kind == "O":
             return
-        low, high = action.min(axis=0), action.max(axis=0)
-        self.low = low if self.low is None else np.minimum(self.low, low)
-        self.high = high if self.high is None else np.maximum(self.high, high)
+        if action.ndim != 2:
+            raise ValueError(f"must be [T, A], is {list(action.shape)}")
+        if self.low is not None and self.low.size != action.shape[1]:
+            raise ValueError(f"has {action.shape[1]} columns, earlier episodes {self.low.size}")
+        action = action[np.isfinite(action).all(axis=1)]
+        if len(action):
+            low, high = action.min(axis=0), action.max(axis=0)
+            self.low = low if self.low is None else np.minimum(self.low, low)
+            self.high = high if self.high is None else np.maximum(self.high, high)
 
     def spec(self, notes: NoteBook) -> ActionSpec:
-        """Action spec with bounds [-1, 1] if all actions are inside, otherwise those of the data; a note says which."""
+        """Action spec with bounds [-1, 1] if all actions are inside, otherwise those of the data, or as many choices; a note says which."""
         if self.low is None or self.high is None:
             raise RecordingError("No episode has only finite actions.")
+        if self.high.dtype.kind == "i":
+            notes.add("spec.action", "filled", "the file has no number of choices; the largest action and one")
+            return ActionSpec.discrete(int(self.high.max()) + 1)
         if (self.low >= -1).all() and (self.high <= 1).all():
             notes.add("spec.action", "filled", "the file has no bounds; -1 … 1, within which all actions lie")
             return ActionSpec.continuous(-np.ones_like(self.low), np.ones_like(self.high))
@@ -240,43 +243,35 @@ def side_info(info: RecordingInfo, kept: Mapping[str, TensorSpec | VariableSpec]
 
 def parse_side_info(path: Path, data: Mapping[str, Any]) -> RecordingInfo:
     """Inverse of `side_info`. Raises RecordingError."""
-    try:
+    with raised_as_damage(path, field=SIDE_ENTRY, said="was not written by this package"):
         return RecordingInfo.from_dict(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path, f"was not written by this package ({type(error).__name__}: {error})", field=SIDE_ENTRY) from error
+
+
+_SIDE_KINDS: dict[str, tuple[type, ...]] = {
+    "seed": (int,),
+    "task": (str, type(None)),
+    "instruction": (str, type(None)),
+    "metadata": (dict,),
+}
 
 
 def side_episode(episode: RecordedEpisode) -> dict[str, Any]:
     """JSON-able parts of an episode other than arrays and pictures."""
-    return {
-        "seed": episode.seed,
-        "task": episode.task,
-        "instruction": episode.instruction,
-        "metadata": dict(episode.metadata),
-    }
+    return {name: vars(episode)[name] for name in _SIDE_KINDS} | {"metadata": dict(episode.metadata)}
 
 
-def parse_side_episode(path: Path, data: object, number: int) -> dict[str, Any]:
+def parse_side_episode(path: Path, data: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Inverse of `side_episode`. Raises RecordingError."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "seed": (int,),
-        "task": (str, type(None)),
-        "instruction": (str, type(None)),
-        "metadata": (dict,),
-    }
-    if not isinstance(data, dict):
-        raise damaged(path, f"must be a JSON object, is a {type(data).__name__}", number, SIDE_ENTRY)
-    for name, kind in kinds.items():
+    for name, kind in _SIDE_KINDS.items():
         if type(data.get(name)) not in kind:
             raise damaged(path, f"holds {data.get(name)!r:.60} for '{name}'", number, SIDE_ENTRY)
-    return {name: data[name] for name in kinds}
+    return {name: data[name] for name in _SIDE_KINDS}
 
 
 def note_side_episode(episode: RecordedEpisode, notes: NoteBook, where: str, own: Sequence[str] = ()) -> None:
     """Add notes on the fields of `side_episode`, and on snapshots, which are not written; `own`: fields that the format itself stores."""
-    present = {"seed": True, "task": episode.task is not None, "instruction": episode.instruction is not None}
-    present["metadata"] = bool(episode.metadata)
-    for name in (name for name, there in present.items() if there):
-        notes.add(name, "kept" if name in own else "extra", "" if name in own else where)
+    for name, value in side_episode(episode).items():
+        if value not in (None, {}):
+            notes.add(name, "kept" if name in own else "extra", "" if name in own else where)
     if episode.snapshots:
         notes.add("snapshots", "lost", "only this package's simulators read them; the native format keeps them")

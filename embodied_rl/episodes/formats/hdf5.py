@@ -11,7 +11,6 @@ import io
 import json
 import math
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,13 @@ import numpy as np
 import psutil
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import (
+    OPTIONAL_COLUMNS,
+    RecordedEpisode,
+    RecordingError,
+    damaged,
+    raised_as_damage,
+)
 from embodied_rl.errors import brief, from_extra
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -51,14 +56,10 @@ class H5File:
         self.path = path
         self._h5py = import_h5py()
         if not path.is_file():
-            raise base.damaged(path, "is missing")
+            raise damaged(path, "is missing")
         self._size = path.stat().st_size
-        try:
+        with raised_as_damage(path, said="cannot be opened as HDF5: it is damaged, cut short, or another kind of file"):
             self.root: h5py.Group = self._h5py.File(path, "r")
-        except (OSError, RuntimeError, ValueError) as error:
-            raise base.damaged(
-                path, f"cannot be opened as HDF5: it is damaged, cut short, or another kind of file ({brief(error)})"
-            ) from error
 
     def close(self) -> None:
         self.root.file.close()
@@ -71,7 +72,7 @@ class H5File:
         """A group directly below `parent`."""
         found = self._child(parent, name, episode)
         if not isinstance(found, self._h5py.Group):
-            raise base.damaged(self.path, "must be a group, is a dataset", episode, _field(parent, name))
+            raise damaged(self.path, "must be a group, is a dataset", episode, _field(parent, name))
         return found
 
     def is_group(self, parent: h5py.Group, name: str, episode: int | None = None) -> bool:
@@ -80,52 +81,52 @@ class H5File:
 
     def names(self, group: h5py.Group) -> list[str]:
         """Names directly below a group, in the order of creation if the file keeps it."""
-        with self._errors(None, group.name):
+        with raised_as_damage(self.path, None, group.name):
             return list(group.keys())
 
     def dataset(self, parent: h5py.Group, name: str, episode: int | None = None, kinds: str = _NUMBERS) -> h5py.Dataset:
         """A dataset directly below `parent`, with a dtype of one of numpy's `kinds` ("O": strings, or arrays of bytes)."""
         found, field = self._child(parent, name, episode), _field(parent, name)
         if not isinstance(found, self._h5py.Dataset):
-            raise base.damaged(self.path, "must be a dataset, is a group", episode, field)
-        with self._errors(episode, field):
+            raise damaged(self.path, "must be a dataset, is a group", episode, field)
+        with raised_as_damage(self.path, episode, field):
             stored = found.id.get_create_plist()
             if stored.get_external_count() or stored.get_layout() == self._h5py.h5d.VIRTUAL:
-                raise base.damaged(self.path, "keeps its data in another file, which is not followed", episode, field)
+                raise damaged(self.path, "keeps its data in another file, which is not followed", episode, field)
             dtype = found.dtype
             if dtype.kind == "O":
                 inner = self._h5py.check_vlen_dtype(dtype)
                 # A reference is an object too, and following it would leave the requested field.
                 plain = self._h5py.check_string_dtype(dtype) is not None or (inner is not None and np.dtype(inner).kind in "iu")
                 if not plain:
-                    raise base.damaged(self.path, "holds objects or references, which are not read", episode, field)
+                    raise damaged(self.path, "holds objects or references, which are not read", episode, field)
             if dtype.kind not in kinds:
-                raise base.damaged(self.path, f"must hold {'numbers' if kinds == _NUMBERS else 'text'}, holds {dtype}", episode, field)
+                raise damaged(self.path, f"must hold {'numbers' if kinds == _NUMBERS else 'text'}, holds {dtype}", episode, field)
             self._require_honest(found, episode, field)
         return found
 
     def _require_honest(self, found: h5py.Dataset, episode: int | None, field: str) -> None:
         """Check, before allocating memory, that a dataset claims no more than its bytes in the file can contain."""
         if found.size is None:
-            raise base.damaged(self.path, "claims None values: it is empty", episode, field)
+            raise damaged(self.path, "claims None values: it is empty", episode, field)
         stored = min(found.id.get_storage_size(), self._size)
         # HDF5 allocates a whole chunk, however little of it is read.
         claimed = found.dtype.itemsize * max(found.size, math.prod(found.chunks or ()))
         if claimed > max(SMALL_BYTES, MAX_RATIO * stored):
             what = f"claims {brief(list(found.shape), 60)} values of {found.dtype}, {claimed:,} bytes, and has {stored:,} in the file"
-            raise base.damaged(self.path, what, episode, field)
+            raise damaged(self.path, what, episode, field)
         if claimed > psutil.virtual_memory().available:
-            raise base.damaged(self.path, f"takes {claimed / 2**30:.1f} GiB, more than this machine has free", episode, field)
+            raise damaged(self.path, f"takes {claimed / 2**30:.1f} GiB, more than this machine has free", episode, field)
 
     def array(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
         """Numbers [T, ...]; `length`: required T."""
         found = self.dataset(parent, name, episode)
         field = _field(parent, name)
         if found.ndim < 1:
-            raise base.damaged(self.path, "must have a row per step, is a single number", episode, field)
+            raise damaged(self.path, "must have a row per step, is a single number", episode, field)
         if length is not None and found.shape[0] != length:
-            raise base.damaged(self.path, f"has {found.shape[0]} rows instead of {length}", episode, field)
-        with self._errors(episode, field):
+            raise damaged(self.path, f"has {found.shape[0]} rows instead of {length}", episode, field)
+        with raised_as_damage(self.path, episode, field):
             values = np.empty(found.shape, found.dtype)
             rows = max(1, _BLOCK_BYTES // max(1, found.dtype.itemsize * math.prod(found.shape[1:])))
             for first in range(0, len(values) if values.size else 0, rows):
@@ -137,10 +138,10 @@ class H5File:
         found = self.dataset(parent, name, episode, kinds="OS")
         field = _field(parent, name)
         if found.ndim > 1:
-            raise base.damaged(self.path, f"must hold a text a step, holds {brief(list(found.shape), 60)}", episode, field)
+            raise damaged(self.path, f"must hold a text a step, holds {brief(list(found.shape), 60)}", episode, field)
         if length is not None and found.size != length:
-            raise base.damaged(self.path, f"has {found.size} rows instead of {length}", episode, field)
-        with self._errors(episode, field):
+            raise damaged(self.path, f"has {found.size} rows instead of {length}", episode, field)
+        with raised_as_damage(self.path, episode, field):
             texts = (value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in self._values(found, episode, field))
             return np.fromiter(texts, object, found.size)
 
@@ -154,9 +155,7 @@ class H5File:
             for value in found[first : first + rows]:
                 total += len(value)
                 if total > max(SMALL_BYTES, 4 * self._size):
-                    raise base.damaged(
-                        self.path, f"holds more than {total:,} bytes of text, and the file has {self._size:,}", episode, field
-                    )
+                    raise damaged(self.path, f"holds more than {total:,} bytes of text, and the file has {self._size:,}", episode, field)
                 yield value
 
     def leaves(
@@ -164,13 +163,13 @@ class H5File:
     ) -> dict[str, tuple[h5py.Group, str]]:
         """{name below the group, levels joined by `joint`: (parent, name there)} of all datasets below a group."""
         found: dict[str, tuple[h5py.Group, str]] = {}
-        with self._errors(episode, group.name):
+        with raised_as_damage(self.path, episode, group.name):
             seen |= {self._h5py.h5o.get_info(group.id).addr}
         for name in self.names(group):
             child = self._child(group, name, episode)
             if isinstance(child, self._h5py.Group):
                 if self._h5py.h5o.get_info(child.id).addr in seen:
-                    raise base.damaged(self.path, "is a group that lies within itself", episode, _field(group, name))
+                    raise damaged(self.path, "is a group that lies within itself", episode, _field(group, name))
                 found |= {f"{name}{joint}{inner}": place for inner, place in self.leaves(child, episode, joint, seen).items()}
             else:
                 found[name] = (group, name)
@@ -182,36 +181,26 @@ class H5File:
 
     def attribute(self, owner: h5py.HLObject, name: str, episode: int | None = None) -> Any:
         """A number or a text; None if the attribute is missing."""
-        with self._errors(episode, f"{owner.name}@{name}"):
+        with raised_as_damage(self.path, episode, f"{owner.name}@{name}"):
             if name not in owner.attrs:
                 return None
             dtype = owner.attrs.get_id(name).dtype
             if dtype.kind == "O" and self._h5py.check_string_dtype(dtype) is None:
-                raise base.damaged(self.path, "holds objects or references, which are not read", episode, f"{owner.name}@{name}")
+                raise damaged(self.path, "holds objects or references, which are not read", episode, f"{owner.name}@{name}")
             if owner.attrs.get_id(name).get_storage_size() > self._size:
-                raise base.damaged(self.path, "claims more than the file has", episode, f"{owner.name}@{name}")
+                raise damaged(self.path, "claims more than the file has", episode, f"{owner.name}@{name}")
             value = owner.attrs[name]
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     def _child(self, parent: h5py.Group, name: str, episode: int | None) -> Any:
         field = _field(parent, name)
-        with self._errors(episode, field):
+        with raised_as_damage(self.path, episode, field):
             if not self.has(parent, name):
-                raise base.damaged(self.path, "is missing", episode, field)
+                raise damaged(self.path, "is missing", episode, field)
             kind = parent.id.links.get_info(name.encode()).type
             if kind != self._h5py.h5l.TYPE_HARD:
-                raise base.damaged(self.path, "is a link to somewhere else, which is not followed", episode, field)
+                raise damaged(self.path, "is a link to somewhere else, which is not followed", episode, field)
             return parent[name]
-
-    @contextmanager
-    def _errors(self, episode: int | None, field: str) -> Iterator[None]:
-        """Convert h5py's many kinds of errors on damaged files to RecordingError, which is a ValueError too."""
-        try:
-            yield
-        except RecordingError:
-            raise
-        except (OSError, KeyError, RuntimeError, TypeError, ValueError, UnicodeError, MemoryError) as error:
-            raise base.damaged(self.path, f"cannot be read ({brief(error)})", episode, field) from error
 
 
 class H5Recording(base.ForeignRecording):
@@ -219,58 +208,26 @@ class H5Recording(base.ForeignRecording):
 
     def __init__(self, file: Path, path: Path | None = None) -> None:
         """Open `file` for the recording at `path` (None: the file itself)."""
-        self._file, notes = H5File(file), base.NoteBook()
+        self._file = H5File(file)
         try:
-            number, info = self._open()
-            table, bounds = self._survey(number, notes)
-            info = self._foreign_info(bounds, notes) if info is None else info
+            super().__init__(path or file)
         except BaseException:
             self._file.close()
             raise
-        super().__init__(path or file, info, table, notes)
 
     def close(self) -> None:
         self._file.close()
 
-    @abstractmethod
-    def _open(self) -> tuple[int, RecordingInfo | None]:
-        """Find the episodes; return their number and the side entry's info. None: another program wrote the file."""
+    def _length(self, rows: np.ndarray, field: str, name: str, claimed: object, number: int) -> int:
+        """Number of steps of an episode, T: that of the `rows` [T, ...] of a field. Raises RecordingError if `name` claims another one."""
+        if len(rows) < 1 or (claimed is not None and claimed != len(rows)):
+            raise damaged(self._file.path, f"holds {len(rows)} rows, {name} says {claimed}", number, field)
+        return len(rows)
 
-    @abstractmethod
-    def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
-        """Recording info of another program's file."""
-
-    @abstractmethod
-    def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
-        """All fields of an episode except observations and states, named as in `RecordedEpisode`."""
-
-    def _survey(self, num_episodes: int, notes: base.NoteBook) -> tuple[EpisodeTable, base.ActionBounds]:
-        """Read the small columns of all episodes once. Raises RecordingError if their actions differ in size."""
-        rows, bounds = [], base.ActionBounds()
-        for number in range(num_episodes):
-            fields = self._flags(number, notes)
-            action: np.ndarray = fields["action"]
-            if action.dtype.kind == "f":
-                if action.ndim != 2:
-                    raise base.damaged(self._file.path, f"must be [T, A], is {list(action.shape)}", number, "actions")
-                if bounds.low is not None and bounds.low.shape != action.shape[1:]:
-                    raise base.damaged(
-                        self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions"
-                    )
-                bounds.add(action)
-            rows.append(base.table_row(fields, fields.get("task")))
-        return EpisodeTable.of_rows(rows), bounds
-
-    def _filled(self, name: str, length: int, notes: base.NoteBook, said: str) -> np.ndarray:
-        """Substitute [T] for a ``reward`` or ``success`` that is not in the file."""
-        notes.add(name, "filled", f"{said}; {'False' if name == 'success' else '0'} at every step")
-        return np.zeros(length, bool if name == "success" else np.float32)
-
-    def _seed_or_unknown(self, seed: object, number: int, notes: base.NoteBook, why: str) -> int:
-        if type(seed) is int:
-            return seed
-        notes.add("seed", "filled", f"{why}; negative numbers, one for each episode")
-        return base.unknown_seed(number)
+    def _ends(self, group: h5py.Group, number: int, length: int, names: Mapping[str, str], notes: base.NoteBook) -> dict[str, np.ndarray]:
+        """{field: [T] flags} from the file's, which `names` names; only the last counts."""
+        read = {field: self._file.array(group, name, number, length).astype(bool) for field, name in names.items()}
+        return {field: base.split_ends(flags, field, notes) for field, flags in read.items()}
 
 
 def _field(parent: h5py.Group, name: str) -> str:

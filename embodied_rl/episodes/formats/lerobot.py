@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,8 +18,14 @@ from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader, decode_picture
-from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo, last_only
-from embodied_rl.errors import brief
+from embodied_rl.episodes.recording import (
+    OPTIONAL_COLUMNS,
+    STEP_COLUMNS,
+    RecordedEpisode,
+    RecordingInfo,
+    damaged,
+    raised_as_damage,
+)
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -43,20 +48,21 @@ def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
     return file
 
 
+_NO_PARQUET = "cannot be read as parquet: it is damaged or cut short"
+
+
 class DataFile:
     """One parquet file under ``data/``. Raises RecordingError if it cannot be read."""
 
     def __init__(self, path: Path, parquet: ModuleType) -> None:
         self.path = path
         if not path.is_file():
-            raise base.damaged(path, "is missing")
-        try:
+            raise damaged(path, "is missing")
+        with raised_as_damage(path, said=_NO_PARQUET):
             self._file = open_parquet(parquet, path)
             groups = self._file.metadata
             sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
             numbers = np.asarray(self._file.read(columns=["episode_index"])["episode_index"].to_numpy(), np.int64)
-        except Exception as error:  # pyarrow raises half a dozen unrelated classes
-            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({brief(error)})") from error
         self._names = set(self._file.schema_arrow.names)
         self._ends = np.cumsum(sizes)
         starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 1))
@@ -69,18 +75,16 @@ class DataFile:
     def episode(self, number: int, length: int, names: list[str]) -> Rows:
         """Read columns of an episode of `length` steps."""
         if missing := [name for name in names if name not in self._names]:
-            raise base.damaged(self.path, "is missing", number, missing[0])
+            raise damaged(self.path, "is missing", number, missing[0])
         start, end = self._spans.get(number, (0, 0))
         if end - start != length:
-            raise base.damaged(self.path, f"holds {end - start} rows of it one after another instead of {length}", number, "episode_index")
+            raise damaged(self.path, f"holds {end - start} rows of it one after another instead of {length}", number, "episode_index")
         first, last = (int(np.searchsorted(self._ends, row, side="right")) for row in (start, end - 1))
         before = int(self._ends[first - 1]) if first else 0
         # Some writers put many episodes into a row group, which is decoded as a whole and probably contains the next episode too.
         if self._cached[0] != (first, last, names):
-            try:
+            with raised_as_damage(self.path, number):
                 self._cached = (first, last, names), self._file.read_row_groups(list(range(first, last + 1)), columns=names)
-            except Exception as error:
-                raise base.damaged(self.path, f"cannot be read ({brief(error)})", number) from error
         return Rows(self.path, number, self._cached[1].slice(start - before, length))
 
     def close(self) -> None:
@@ -118,7 +122,7 @@ class Rows:
         column = self._table[name]
         if column.null_count:
             raise self._damaged(name, f"has no value in {column.null_count} rows")
-        try:
+        with raised_as_damage(self._path, self._number, name):
             if storage == "image":
                 return np.fromiter(_distinct(column, lambda value: value), object)
             if storage in ("text", "json"):
@@ -127,10 +131,6 @@ class Rows:
                 return np.fromiter(_distinct(column, str if storage == "text" else json.loads), object)
             rows = column.combine_chunks()
             return self._numbers(name, rows.chunk(0) if isinstance(rows, pa.ChunkedArray) else rows, dtype, shape)
-        except RecordingError:
-            raise
-        except (pa.ArrowException, ValueError, TypeError, KeyError) as error:
-            raise self._damaged(name, f"cannot be read ({brief(error)})") from error
 
     def _numbers(self, name: str, rows: pa.Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         import pyarrow as pa
@@ -151,19 +151,11 @@ class Rows:
         return rows.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(count, *shape)
 
     def _damaged(self, field: str, what: str) -> ValueError:
-        return base.damaged(self._path, what, self._number, field)
-
-
-@contextmanager
-def _damage_of(path: Path, number: int, feature: Feature) -> Iterator[None]:
-    """Name the place of pictures that cannot be read. Raises RecordingError in place of VideoError."""
-    try:
-        yield
-    except VideoError as error:
-        raise base.damaged(path, str(error), number, feature.name) from error
+        return damaged(self._path, what, self._number, field)
 
 
 _OPEN_CLIPS, _OPEN_FILES = 8, 4
+_FILLED = ("reward", "success")
 _REWARDS, _SUCCESSES, _DONES = ("next.reward", "reward"), ("next.success", "success"), ("next.done", "done")
 _PLACES = ("episode_index", "length", "data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index")
 
@@ -185,30 +177,30 @@ class LeRobotRecording(base.ForeignRecording):
 
     def __init__(self, path: Path) -> None:
         self._parquet = layout.import_pyarrow()[1]
-        self._root, notes = path, base.NoteBook()
+        self._root = path
         self._files: OrderedDict[Path, DataFile] = OrderedDict()
         self._clips: OrderedDict[Path, VideoReader] = OrderedDict()
+        super().__init__(path)
+
+    def _open(self, notes: base.NoteBook) -> tuple[int, RecordingInfo | None]:
         self._info = self._read_info()
         self._fps: float = self._info["fps"]
         self._tasks = self._read_tasks()
         self._places = self._read_places()
         side = self._read_side()
         self._side_episodes = self._read_side_episodes() if side else None
-        if side is not None:
-            info, self._features = side
-        else:
-            self._features = tuple(self._foreign_features(notes))
-            info = None
-        table, action, several = self._survey(notes, None if info is None else info.spec.action)
-        info = self._foreign_info(action, several, notes) if info is None else info
-        super().__init__(path, info, table, notes)
+        info, self._features = side or (None, tuple(self._foreign_features(notes)))
+        notes.add("observation", "filled", "the format has none after the last step; the last one stands twice")
+        if any(feature.field.startswith("state.") for feature in self._features):
+            notes.add("state", "filled", "the format has none after the last step; NaN")
+        return len(self._places), info
 
     # ---- episodes ----
 
     def _episode(self, number: int) -> RecordedEpisode:
         place, notes = self._places[number], base.NoteBook()
         rows = self._rows(number, [feature for feature in self._features if feature.storage != "video"])
-        fields = self._flags(number, rows, notes)
+        fields = self._flags(number, notes, rows)
         parts: dict[str, dict[str, Any]] = {"observation": {}, "state": {}, "images": {}}
         for feature in self._features:
             room, _, key = feature.field.partition(".")
@@ -222,30 +214,25 @@ class LeRobotRecording(base.ForeignRecording):
             if name in rows:
                 fields[name] = rows[name]
         fields |= {"observation": parts["observation"], "state": parts["state"] or None, "images": parts["images"]}
-        if self._side_episodes is None:
-            fields |= {"instruction": self._episode_tasks[number], "metadata": {}}
-        else:
-            fields |= self._side_episodes[number]
+        own = {"instruction": self._episode_tasks[number], "metadata": {}} if self._side_episodes is None else self._side_episodes[number]
+        fields |= own
         fields["metadata"] = {**fields["metadata"], "final_observation": "repeated"}
         return base.finish_episode(place.data, number, fields)
 
-    def _flags(self, number: int, rows: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[str, Any]:
-        """Action, reward, flags and seed of an episode."""
+    def _flags(self, number: int, notes: base.NoteBook, rows: Mapping[str, np.ndarray] | None = None) -> dict[str, Any]:
+        """Action, reward, flags, seed and task of an episode; `rows`: its columns, if they have been read."""
         length = self._places[number].length
+        rows = self._rows(number, [feature for feature in self._features if feature.field in STEP_COLUMNS]) if rows is None else rows
+        fields = {name: rows[name] if name in rows else base.filled(name, length, notes, "the data set has none") for name in _FILLED}
+        fields |= {"reward": base.as_float32(fields["reward"], "reward", notes), "success": fields["success"].astype(bool)}
         action = rows["action"]
-        fields: dict[str, Any] = {"seed": base.unknown_seed(number) if self._side_episodes is None else self._side_episodes[number]["seed"]}
         fields["action"] = action if action.dtype.kind in "iO" else base.as_float32(action, "action", notes)
-        fields["reward"] = base.as_float32(rows.get("reward", np.zeros(length, np.float32)), "reward", notes)
-        fields["success"] = rows.get("success", np.zeros(length, bool)).astype(bool)
-        for name in ("reward", "success"):
-            if name not in rows:
-                notes.add(name, "filled", f"the data set has none; {'0' if name == 'reward' else 'False'} at every step")
         if "terminated" in rows and "truncated" in rows:
-            return fields | {name: rows[name].astype(bool) for name in ("terminated", "truncated")}
-        done = base.split_ends(rows["done"].astype(bool), "terminated", notes) if "done" in rows else False
-        notes.add("terminated", "filled", "the last step's 'next.done', which does not tell the task's end from a cut; False without it")
-        notes.add("truncated", "filled", "an episode that is not done at its last step was cut by its recorder")
-        return fields | {"terminated": last_only(length, done), "truncated": last_only(length, not done)}
+            fields |= {name: rows[name].astype(bool) for name in ("terminated", "truncated")}
+        else:
+            fields |= base.guessed_ends(rows.get("done"), length, "next.done", notes)
+        side = {} if self._side_episodes is None else self._side_episodes[number]
+        return fields | {"seed": base.seed_or_unknown(side.get("seed"), number, notes, "the format has none"), "task": side.get("task")}
 
     def _rows(self, number: int, features: list[Feature]) -> dict[str, np.ndarray]:
         """{field: [T, …]} of an episode's columns; pictures as object arrays of bytes."""
@@ -268,7 +255,7 @@ class LeRobotRecording(base.ForeignRecording):
 
         def read(time: int) -> np.ndarray:
             row = min(time, last)
-            with _damage_of(path, number, feature):
+            with raised_as_damage(path, number, feature.name, said=""):
                 if is_file:
                     if not isinstance(data := rows[feature.field][row], bytes):
                         raise VideoError("the picture is not in the row")
@@ -277,7 +264,7 @@ class LeRobotRecording(base.ForeignRecording):
                 return self._clip(path, feature).at(start + row / self._fps)
 
         if not is_file:
-            with _damage_of(path, number, feature):
+            with raised_as_damage(path, number, feature.name, said=""):
                 self._clip(path, feature)
         return Frames(place.length + 1, feature.shape, read)
 
@@ -304,38 +291,35 @@ class LeRobotRecording(base.ForeignRecording):
         info = base.read_json(path)
         version = info.get("codebase_version")
         if not isinstance(version, str) or not version.startswith("v3."):
-            raise base.damaged(
+            raise damaged(
                 path,
                 f"is {version!r}; v3.x is read. LeRobot's own convert_dataset_v21_to_v30 brings older data sets up to it",
                 field="codebase_version",
             )
         for name, kinds in (("fps", (int, float)), ("features", (dict,)), ("data_path", (str,))):
             if type(info.get(name)) not in kinds:
-                raise base.damaged(path, f"is {info.get(name)!r:.60}", field=name)
+                raise damaged(path, f"is {info.get(name)!r:.60}", field=name)
         if not info["fps"] > 0:
-            raise base.damaged(path, f"must be above 0, is {info['fps']}", field="fps")
+            raise damaged(path, f"must be above 0, is {info['fps']}", field="fps")
         for name, feature in info["features"].items():
             shape = feature.get("shape") if isinstance(feature, dict) else None
             if not isinstance(shape, list) or not isinstance(feature.get("dtype"), str) or any(type(size) is not int for size in shape):
-                raise base.damaged(path, "must have a dtype and a shape of whole numbers", field=f"features.{name}")
+                raise damaged(path, "must have a dtype and a shape of whole numbers", field=f"features.{name}")
         return info
 
-    def _table(self, path: Path, columns: list[str] | None = None) -> Any:
-        try:
-            with open_parquet(self._parquet, path) as file:
-                return file.read(columns=columns)
-        except Exception as error:  # pyarrow raises half a dozen unrelated classes
-            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({brief(error)})") from error
+    def _table(self, path: Path) -> Any:
+        with raised_as_damage(path, said=_NO_PARQUET), open_parquet(self._parquet, path) as file:
+            return file.read()
 
     def _read_tasks(self) -> dict[int, str]:
         """{task_index: text}"""
         path = self._root / layout.TASKS
         if not path.is_file():
-            raise base.damaged(path, "is missing")
+            raise damaged(path, "is missing")
         table = self._table(path)
         texts = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
         if texts is None or "task_index" not in table.column_names:
-            raise base.damaged(path, f"must have the columns 'task' and 'task_index', has {table.column_names}")
+            raise damaged(path, f"must have the columns 'task' and 'task_index', has {table.column_names}")
         return dict(zip(map(int, table["task_index"].to_pylist()), map(str, table[texts].to_pylist()), strict=True))
 
     def _read_places(self) -> list[_Place]:
@@ -343,28 +327,28 @@ class LeRobotRecording(base.ForeignRecording):
         folder = self._root / layout.EPISODES_DIR
         paths = sorted(folder.glob("*/*.parquet"))
         if not paths:
-            raise base.damaged(folder, "has no parquet file")
+            raise damaged(folder, "has no parquet file")
         videos = [name for name, feature in self._info["features"].items() if feature["dtype"] == "video"]
         wanted = [*_PLACES, *(f"videos/{name}/{column}" for name in videos for column in ("chunk_index", "file_index", "from_timestamp"))]
         rows: list[dict[str, Any]] = []
         for path in paths:
             present = self._table(path)
             if missing := [name for name in wanted if name not in present.column_names]:
-                raise base.damaged(path, "is missing", field=missing[0])
+                raise damaged(path, "is missing", field=missing[0])
             rows += present.select(wanted).to_pylist()
         rows.sort(key=lambda row: row["episode_index"])
         total, first = self._info.get("total_episodes", len(rows)), 0
         if not rows or len(rows) != total or any(row["episode_index"] != number for number, row in enumerate(rows)):
-            raise base.damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
+            raise damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
         places = []
         for number, row in enumerate(rows):
             if row["dataset_from_index"] != first or row["dataset_to_index"] != first + row["length"] or row["length"] < 1:
                 what = f"says rows {row['dataset_from_index']} to {row['dataset_to_index']} and length {row['length']}; row {first} is next"
-                raise base.damaged(folder, what, number, "length")
+                raise damaged(folder, what, number, "length")
             places.append(self._place(row, videos))
             first += row["length"]
         if first != self._info.get("total_frames", first):
-            raise base.damaged(folder, f"lists {first} steps, {layout.INFO} says {self._info['total_frames']}")
+            raise damaged(folder, f"lists {first} steps, {layout.INFO} says {self._info['total_frames']}")
         return places
 
     def _place(self, row: Mapping[str, Any], videos: list[str]) -> _Place:
@@ -383,24 +367,20 @@ class LeRobotRecording(base.ForeignRecording):
         if not path.is_file():
             return None
         data = base.read_json(path)
-        try:
+        with raised_as_damage(path, field="features"):
             features = tuple(Feature.from_dict(entry) for entry in data["features"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise base.damaged(path, f"cannot be read ({error})", field="features") from error
         for feature in features:
             if feature.name not in self._info["features"]:
-                raise base.damaged(path, f"names a feature that {layout.INFO} does not have", field=feature.name)
+                raise damaged(path, f"names a feature that {layout.INFO} does not have", field=feature.name)
         return base.parse_side_info(path, data), features
 
     def _read_side_episodes(self) -> list[dict[str, Any]] | None:
         """Side entry of each episode; episodes that another program has appended get the values of an imported one."""
         path = self._root / layout.SIDE_EPISODES
-        try:
+        with raised_as_damage(path):
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeError) as error:
-            raise base.damaged(path, f"cannot be read ({error})") from error
         if len(lines) > len(self._places):
-            raise base.damaged(path, f"holds {len(lines)} episodes, the data set {len(self._places)}")
+            raise damaged(path, f"holds {len(lines)} episodes, the data set {len(self._places)}")
         ours = [base.parse_side_episode(path, base.parse_json(path, line, "line", number), number) for number, line in enumerate(lines)]
         theirs = range(len(lines), len(self._places))
         return ours + [{"seed": base.unknown_seed(n), "task": None, "instruction": self._episode_tasks[n], "metadata": {}} for n in theirs]
@@ -416,7 +396,7 @@ class LeRobotRecording(base.ForeignRecording):
                 .column("task_index", "column", "int64", ())[0]
             )
             if index not in self._tasks:
-                raise base.damaged(place.data, f"names task {index}, which {layout.TASKS} does not have", number, "task_index")
+                raise damaged(place.data, f"names task {index}, which {layout.TASKS} does not have", number, "task_index")
             tasks.append(self._tasks[index])
         return tasks
 
@@ -425,7 +405,7 @@ class LeRobotRecording(base.ForeignRecording):
     def _foreign_features(self, notes: base.NoteBook) -> Iterator[Feature]:
         features: dict[str, dict[str, Any]] = self._info["features"]
         if "action" not in features:
-            raise base.damaged(self._root / layout.INFO, "is missing", field="features.action")
+            raise damaged(self._root / layout.INFO, "is missing", field="features.action")
         fields = {"action": "action"}
         for ours, theirs in (("reward", _REWARDS), ("success", _SUCCESSES)):
             if found := next((name for name in theirs if name in features), None):
@@ -451,51 +431,22 @@ class LeRobotRecording(base.ForeignRecording):
             else:
                 notes.add(name, "lost", "no part of an episode here")
 
-    def _survey(self, notes: base.NoteBook, action: ActionSpec | None) -> tuple[EpisodeTable, ActionSpec, bool]:
-        """Read the small columns of all episodes once."""
-        small = [feature for feature in self._features if feature.field in ("action", "reward", "success", "terminated", "truncated")]
-        rows, bounds, choices = [], base.ActionBounds(), -1
-        for number in range(len(self._places)):
-            fields = self._flags(number, self._rows(number, small), notes)
-            if action is None and fields["action"].dtype == np.int64:
-                choices = max(choices, int(fields["action"].max()))
-            elif action is None and fields["action"].dtype != object:
-                bounds.add(fields["action"])
-            task = self._side_episodes[number]["task"] if self._side_episodes is not None else None
-            rows.append(base.table_row(fields, task))
-        if action is None:
-            action = self._action_spec(bounds, choices, notes)
-        notes.add("observation", "filled", "the format has none after the last step; the last one stands twice")
-        if any(feature.field.startswith("state.") for feature in self._features):
-            notes.add("state", "filled", "the format has none after the last step; NaN")
-        if self._side_episodes is None:
-            notes.add("seed", "filled", "the format has none; negative numbers, one for each episode")
-        return EpisodeTable.of_rows(rows), action, len(set(self._episode_tasks)) > 1
-
-    def _action_spec(self, bounds: base.ActionBounds, choices: int, notes: base.NoteBook) -> ActionSpec:
-        feature = next(feature for feature in self._features if feature.field == "action")
-        if feature.storage == "text":
-            return ActionSpec.text()
-        if feature.dtype == "int64":
-            notes.add("spec.action", "filled", "the file has no number of choices; the largest action and one")
-            return ActionSpec.discrete(choices + 1)
-        return bounds.spec(notes)
-
-    def _foreign_info(self, action: ActionSpec, several: bool, notes: base.NoteBook) -> RecordingInfo:
+    def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
         observation: dict[str, TensorSpec | VariableSpec] = {}
         for feature in self._features:
             if feature.field.startswith("observation."):
                 key = feature.field.removeprefix("observation.")
                 observation[key] = VariableSpec("text") if feature.storage == "text" else TensorSpec(feature.shape, feature.dtype)
         if not observation:
-            raise base.damaged(self._root / layout.INFO, "names no feature 'observation.…'", field="features")
+            raise damaged(self._root / layout.INFO, "names no feature 'observation.…'", field="features")
         notes.add("spec.task", "filled", "the format has no name of a simulator's task; the folder's")
+        several = len(set(self._episode_tasks)) > 1
         if several:
             notes.add("instruction", "kept", "differs between episodes")
         spec = SimSpec(
             task=self._root.resolve().name,
             observation=observation,
-            action=action,
+            action=ActionSpec.text() if any(f.field == "action" and f.storage == "text" for f in self._features) else bounds.spec(notes),
             control_hz=float(self._fps),
             instruction=None if several else self._episode_tasks[0],
             reports_success=any(feature.field == "success" for feature in self._features),

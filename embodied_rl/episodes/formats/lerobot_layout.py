@@ -14,7 +14,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal
 
-from embodied_rl.episodes.formats.base import SIDE_ENTRY, damaged
+from embodied_rl.episodes.formats.base import SIDE_ENTRY
+from embodied_rl.episodes.recording import damaged
 from embodied_rl.errors import brief, from_extra
 
 VERSION = "v3.0"

@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5Recording, new_file, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, damaged
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def paths(path: Path) -> tuple[Path, Path]:
     if path.is_dir():
         found = sorted(path.glob("*.h5"), key=lambda file: (file.stem != NAME, file.name))
         if not found:
-            raise base.damaged(path, "has no .h5 file")
+            raise damaged(path, "has no .h5 file")
         path = found[0]
     return path.with_suffix(".h5"), path.with_suffix(".json")
 
@@ -60,7 +60,7 @@ class ManiSkillRecording(H5Recording):
         self._own = self._meta.get(base.SIDE_ENTRY) is not None
         super().__init__(h5_path)
 
-    def _open(self) -> tuple[int, RecordingInfo | None]:
+    def _open(self, notes: base.NoteBook) -> tuple[int, RecordingInfo | None]:
         json_path = self._file.path.with_suffix(".json")
         self._entries = self._check_entries(json_path)
         return len(self._entries), base.parse_side_info(json_path, self._meta[base.SIDE_ENTRY]) if self._own else None
@@ -70,12 +70,12 @@ class ManiSkillRecording(H5Recording):
         entries = self._meta.get("episodes")
         env_info = self._meta.get("env_info")
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-            raise base.damaged(json_path, "must list at least one episode", field="episodes")
+            raise damaged(json_path, "must list at least one episode", field="episodes")
         if not isinstance(env_info, dict) or not isinstance(env_info.get("env_id"), str):
-            raise base.damaged(json_path, "must say which environment the episodes are of", field="env_info.env_id")
+            raise damaged(json_path, "must say which environment the episodes are of", field="env_info.env_id")
         for number, entry in enumerate(entries):
             if type(entry.get("episode_id")) is not int:
-                raise base.damaged(json_path, f"must be an integer, is {entry.get('episode_id')!r:.40}", number, "episode_id")
+                raise damaged(json_path, f"must be an integer, is {entry.get('episode_id')!r:.40}", number, "episode_id")
         return entries
 
     def _group(self, number: int) -> h5py.Group:
@@ -83,43 +83,30 @@ class ManiSkillRecording(H5Recording):
 
     def _action(self, group: h5py.Group, number: int, notes: base.NoteBook) -> np.ndarray:
         """Actions [T, A]; those of several robots are concatenated."""
-        file, entry = self._file, self._entries[number]
+        file = self._file
         if file.is_group(group, "actions", number):
             parts = list(file.arrays(file.group(group, "actions", number), number).values())
             notes.add("action", "changed", "one array per robot in the file; side by side here")
             if not parts or len({len(part) for part in parts}) > 1:
-                raise base.damaged(
-                    file.path, f"holds {len(parts)} arrays of {sorted({len(part) for part in parts})} rows", number, "actions"
-                )
+                raise damaged(file.path, f"holds {len(parts)} arrays of {sorted({len(part) for part in parts})} rows", number, "actions")
             action = np.concatenate(parts, axis=1)
         else:
             action = file.array(group, "actions", number)
-        if action.ndim != 2 or not len(action):
-            raise base.damaged(file.path, f"must be [T, A] with at least one step, is {list(action.shape)}", number, "actions")
-        if entry.get("elapsed_steps", len(action)) != len(action):
-            raise base.damaged(
-                file.path.with_suffix(".json"),
-                f"says {entry['elapsed_steps']} steps, 'actions' holds {len(action)}",
-                number,
-                "elapsed_steps",
-            )
         return action if action.dtype == np.int64 else base.as_float32(action, "action", notes)
 
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         file, group, entry = self._file, self._group(number), self._entries[number]
         action = self._action(group, number, notes)
-        length = len(action)
+        length = self._length(action, "actions", "elapsed_steps", entry.get("elapsed_steps"), number)
         fields: dict[str, Any] = {"action": action}
-        for ours, theirs in (("terminated", "terminated"), ("truncated", "truncated")):
-            flag = base.split_ends(file.array(group, theirs, number, length).astype(bool), ours, notes)
-            fields[ours] = last_only(length, flag)
+        fields |= self._ends(group, number, length, {"terminated": "terminated", "truncated": "truncated"}, notes)
         if file.attribute(group, _BY_SUCCESS, number):
             fields["terminated"][-1] = False
         for ours, theirs, kind in (("success", "success", bool), ("reward", "rewards", np.float32)):
             if file.has(group, theirs):
                 fields[ours] = file.array(group, theirs, number, length).astype(kind)
             else:
-                fields[ours] = self._filled(ours, length, notes, f"the file has no '{theirs}'")
+                fields[ours] = base.filled(ours, length, notes, f"the file has no '{theirs}'")
         fields["seed"] = self._seed(entry, number, notes)
         metadata = {name: entry[name] for name in ("control_mode", "reset_kwargs") if name in entry}
         fields["metadata"] = {"maniskill": metadata}
@@ -129,7 +116,7 @@ class ManiSkillRecording(H5Recording):
         reset = entry.get("reset_kwargs")
         seed = entry.get("episode_seed", reset.get("seed") if isinstance(reset, dict) else None)
         seed = seed[0] if isinstance(seed, list) and len(seed) == 1 else seed
-        return self._seed_or_unknown(seed, number, notes, "the file does not say")
+        return base.seed_or_unknown(seed, number, notes, "the file does not say")
 
     def _episode(self, number: int) -> RecordedEpisode:
         file, group, notes = self._file, self._group(number), base.NoteBook()
@@ -143,7 +130,7 @@ class ManiSkillRecording(H5Recording):
     def _observation(self, group: h5py.Group, number: int, rows: int, notes: base.NoteBook) -> dict[str, np.ndarray]:
         file = self._file
         if not file.has(group, "obs"):
-            raise base.damaged(
+            raise damaged(
                 file.path, "is missing: replay the file with --obs-mode state --save-traj, which records observations", number, "obs"
             )
         if not file.is_group(group, "obs", number):
@@ -153,7 +140,7 @@ class ManiSkillRecording(H5Recording):
             return _named_parts(parts, notes)
         missing = [key for key in self.spec.observation if _place(key) not in parts]
         if missing:
-            raise base.damaged(file.path, "is missing", number, f"obs/{_place(missing[0])}")
+            raise damaged(file.path, "is missing", number, f"obs/{_place(missing[0])}")
         return {key: parts[_place(key)] for key in self.spec.observation}
 
     def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
@@ -162,7 +149,7 @@ class ManiSkillRecording(H5Recording):
         kwargs = env_info.get("env_kwargs") or {}
         limit = env_info.get("max_episode_steps")
         if action.dtype == np.int64:
-            raise base.damaged(self._file.path, "holds integers; actions of ManiSkill's are vectors", 0, "actions")
+            raise damaged(self._file.path, "holds integers; actions of ManiSkill's are vectors", 0, "actions")
         spec = SimSpec(
             task=env_info["env_id"],
             observation=base.tensor_specs(observation),

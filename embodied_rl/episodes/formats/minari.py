@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, new_file, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, new_file, read_column, read_extras, write_array, write_extras
 from embodied_rl.episodes.pictures import decode_picture
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo, last_only
+from embodied_rl.episodes.recording import (
+    FieldNote,
+    RecordedEpisode,
+    Recording,
+    RecordingError,
+    RecordingInfo,
+    damaged,
+    raised_as_damage,
+)
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -159,23 +167,21 @@ class MinariRecording(H5Recording):
         self._meta_path = folder / METADATA_FILE
         self._meta = base.read_json(self._meta_path)
         if self._meta.get("data_format", "hdf5") != "hdf5":
-            raise base.damaged(
-                self._meta_path, f"is '{self._meta['data_format']}'; of Minari's storages only hdf5 is read", field="data_format"
-            )
+            raise damaged(self._meta_path, f"is '{self._meta['data_format']}'; of Minari's storages only hdf5 is read", field="data_format")
         self._leaves, self._action_spec = self._spaces()
         super().__init__(folder / DATA_FILE, folder)
 
-    def _open(self) -> tuple[int, RecordingInfo | None]:
+    def _open(self, notes: base.NoteBook) -> tuple[int, RecordingInfo | None]:
         file, side = self._file, self._meta.get(base.SIDE_ENTRY)
         found = [match for name in file.names(file.root) if (match := _EPISODE.fullmatch(name))]
         self._numbers = sorted(int(match.group(1)) for match in found)
         total = self._meta.get("total_episodes", len(self._numbers))
         if not self._numbers or total != len(self._numbers):
-            raise base.damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
+            raise damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
         info = None if side is None else base.parse_side_info(self._meta_path, side)
         names = {leaf.key for leaf in self._leaves} if info is None else info.spec.observation
         if len(names) != len(self._leaves):
-            raise base.damaged(self._meta_path, "names other observations than the space", field=base.SIDE_ENTRY)
+            raise damaged(self._meta_path, "names other observations than the space", field=base.SIDE_ENTRY)
         action = self._action_spec if info is None else info.spec.action
         self._discrete = action is not None and action.kind == "discrete"
         return len(self._numbers), info
@@ -196,13 +202,10 @@ class MinariRecording(H5Recording):
         for name in ("observation_space", "action_space"):
             space = self._meta.get(name)
             if space is None:
-                raise base.damaged(self._meta_path, "is missing, and is not looked up by making the environment", field=name)
+                raise damaged(self._meta_path, "is missing, and is not looked up by making the environment", field=name)
             parsed[name] = base.parse_json(self._meta_path, space, name) if isinstance(space, str) else space
-        try:
-            leaves = tuple(leaves_of(parsed["observation_space"]))
-            return leaves, action_spec_of(parsed["action_space"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise base.damaged(self._meta_path, f"holds a space that cannot be read ({error})", field="spaces") from error
+        with raised_as_damage(self._meta_path, field="spaces", said="holds a space that cannot be read"):
+            return tuple(leaves_of(parsed["observation_space"])), action_spec_of(parsed["action_space"])
 
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._file.root, f"episode_{self._numbers[number]}", number)
@@ -214,26 +217,20 @@ class MinariRecording(H5Recording):
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         file, group = self._file, self._group(number)
         reward = file.array(group, "rewards", number)
-        length = len(reward)
-        claimed = self._plain(group, "total_steps", number)
-        if length < 1 or (claimed is not None and claimed != length):
-            raise base.damaged(file.path, f"holds {length} rows, total_steps says {claimed}", number, "rewards")
+        length = self._length(reward, "rewards", "total_steps", self._plain(group, "total_steps", number), number)
         fields: dict[str, Any] = {
             "reward": base.as_float32(reward.reshape(length), "reward", notes),
             "action": self._action(group, number, length, notes),
         }
-        for ours, theirs in (("terminated", "terminations"), ("truncated", "truncations")):
-            flags = file.array(group, theirs, number, length).astype(bool)
-            fields[ours] = last_only(length, base.split_ends(flags, ours, notes))
+        fields |= self._ends(group, number, length, {"terminated": "terminations", "truncated": "truncations"}, notes)
         fields["success"] = self._success(group, number, length, notes)
-        seed = self._seed_or_unknown(self._plain(group, "seed", number), number, notes, "not every episode has one")
+        seed = base.seed_or_unknown(self._plain(group, "seed", number), number, notes, "not every episode has one")
         return fields | {"seed": seed} | read_extras(file, group, number, length)
 
     def _action(self, group: h5py.Group, number: int, length: int, notes: base.NoteBook) -> np.ndarray:
-        file = self._file
-        if file.dataset(group, "actions", number, kinds="biufOS").dtype.kind in "OS":
-            return file.strings(group, "actions", number, length)
-        action = file.array(group, "actions", number, length)
+        action = read_column(self._file, group, "actions", number, length)
+        if action.dtype == object:
+            return action
         if self._discrete:
             return action.astype(np.int64).reshape(length, 1)
         return base.as_float32(action.reshape(length, -1), "action", notes)
@@ -244,10 +241,10 @@ class MinariRecording(H5Recording):
         infos = file.group(group, "infos", number) if file.has(group, "infos") else None
         name = next((name for name in _SUCCESS if infos is not None and file.has(infos, name)), None)
         if infos is None or name is None or file.is_group(infos, name, number):
-            return self._filled("success", length, notes, "the file has none")
+            return base.filled("success", length, notes, "the file has none")
         values = file.array(infos, name, number)
         if len(values) not in (length, length + 1):
-            raise base.damaged(file.path, f"has {len(values)} rows instead of {length} or {length + 1}", number, f"infos/{name}")
+            raise damaged(file.path, f"has {len(values)} rows instead of {length} or {length + 1}", number, f"infos/{name}")
         return values[-length:].astype(bool).reshape(length)
 
     def _leaf(self, group: h5py.Group, leaf: Leaf, number: int, rows: int) -> np.ndarray:
@@ -264,7 +261,7 @@ class MinariRecording(H5Recording):
             return _decode_jpegs(file, dataset, leaf.spec, number, rows, field)
         part = file.array(parent, name, number, rows)
         if part.shape[1:] != shape and part.size != rows * int(np.prod(shape)):
-            raise base.damaged(file.path, f"has rows of {list(part.shape[1:])}, the space says {list(shape)}", number, field)
+            raise damaged(file.path, f"has rows of {list(part.shape[1:])}, the space says {list(shape)}", number, field)
         return part.astype(leaf.spec.dtype, copy=False).reshape(rows, *shape)
 
     def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
@@ -289,13 +286,11 @@ class MinariRecording(H5Recording):
 def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
     """Decode Minari's pictures: JPEG files, each an array of bytes."""
     if len(dataset) != rows:
-        raise base.damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
+        raise damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
     pictures = []
     for row in range(rows):
-        try:
+        with raised_as_damage(file.path, number, field, said=f"row {row}"):
             pictures.append(decode_picture(np.asarray(dataset[row], np.uint8).tobytes(), spec.shape, ["JPEG"]))
-        except (OSError, ValueError) as error:
-            raise base.damaged(file.path, f"{error}, row {row}", number, field) from error
     return np.stack(pictures)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5Recording, is_storable, new_file, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, damaged
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def file_of(path: Path) -> Path:
         return path
     found = sorted([*path.glob("*.hdf5"), *path.glob("*.h5")], key=lambda file: (file.name != NAME, file.name))
     if not found:
-        raise base.damaged(path, "has no .hdf5 file")
+        raise damaged(path, "has no .hdf5 file")
     return found[0]
 
 
@@ -55,13 +55,13 @@ class RobomimicRecording(H5Recording):
     def __init__(self, path: Path) -> None:
         super().__init__(file_of(path))
 
-    def _open(self) -> tuple[int, RecordingInfo | None]:
+    def _open(self, notes: base.NoteBook) -> tuple[int, RecordingInfo | None]:
         file = self._file
         self._data = file.group(file.root, "data")
         found = [match for name in file.names(self._data) if (match := _DEMO.fullmatch(name))]
         self._demos = [match.group() for match in sorted(found, key=lambda match: int(match.group(1)))]
         if not self._demos:
-            raise base.damaged(file.path, "has no group 'demo_0', 'demo_1', …", field="/data")
+            raise damaged(file.path, "has no group 'demo_0', 'demo_1', …", field="/data")
         self._masks = self._read_masks()
         env_args = file.attribute(self._data, "env_args")
         self._env_args = {} if env_args is None else base.parse_json(file.path, env_args, "/data@env_args")
@@ -86,7 +86,7 @@ class RobomimicRecording(H5Recording):
         masks = {name: set(file.strings(group, name)) for name in file.names(group)}
         for name, demos in masks.items():
             if missing := sorted(demos - set(self._demos)):
-                raise base.damaged(file.path, f"names the episode '{missing[0]}', which is not there", field=f"/mask/{name}")
+                raise damaged(file.path, f"names the episode '{missing[0]}', which is not there", field=f"/mask/{name}")
         return masks
 
     def _rewards_tell_success(self) -> bool:
@@ -98,36 +98,29 @@ class RobomimicRecording(H5Recording):
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         file, group = self._file, self._group(number)
         action = file.array(group, "actions", number)
-        length = len(action)
-        claimed = file.attribute(group, "num_samples", number)
-        if length < 1 or (claimed is not None and claimed != length):
-            raise base.damaged(file.path, f"'actions' holds {length} rows, num_samples says {claimed}", number, "actions")
+        length = self._length(action, "actions", "num_samples", file.attribute(group, "num_samples", number), number)
         fields: dict[str, Any] = {"action": action if self._own and action.dtype == np.int64 else base.as_float32(action, "action", notes)}
         if file.has(group, "rewards"):
             fields["reward"] = base.as_float32(file.array(group, "rewards", number, length), "reward", notes)
         else:
-            fields["reward"] = self._filled("reward", length, notes, "the file has no 'rewards'")
+            fields["reward"] = base.filled("reward", length, notes, "the file has no 'rewards'")
         fields |= read_extras(file, group, number, length)
         if not all(name in fields for name in _FLAGS):
             fields |= self._guess_ends(group, number, fields["reward"], notes)
-        fields["seed"] = self._seed_or_unknown(fields.get("seed"), number, notes, "the format has none")
+        fields["seed"] = base.seed_or_unknown(fields.get("seed"), number, notes, "the format has none")
         return fields
 
     def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: base.NoteBook) -> dict[str, np.ndarray]:
         """Guess terminated, truncated and success for a file of another program."""
         file, length = self._file, len(reward)
-        done = False
-        if file.has(group, "dones"):
-            done = base.split_ends(file.array(group, "dones", number, length).astype(bool), "terminated", notes)
-        notes.add("terminated", "filled", "the file's 'dones' of the last step, which does not tell the task's end from a cut")
-        notes.add("truncated", "filled", "an episode whose last 'dones' is 0 was cut by its recorder")
-        success = np.zeros(length, bool)
+        done = file.array(group, "dones", number, length) if file.has(group, "dones") else None
+        fields = base.guessed_ends(done, length, "dones", notes)
         if self._sparse and np.isin(reward, (0, 1)).all():
             success = reward == 1
             notes.add("success", "filled", "the file has none; a reward of 1 is robosuite's sign of it")
         else:
-            success = self._filled("success", length, notes, "the file has none")
-        return {"terminated": last_only(length, done), "truncated": last_only(length, not done), "success": success}
+            success = base.filled("success", length, notes, "the file has none")
+        return fields | {"success": success}
 
     def _read(self, number: int, notes: base.NoteBook, keys: tuple[str, ...] | None) -> RecordedEpisode:
         file, group = self._file, self._group(number)
@@ -148,7 +141,7 @@ class RobomimicRecording(H5Recording):
         """Observation {key: [T + 1, …]}, and whether its last row is not in the file."""
         file = self._file
         if not file.has(group, "obs"):
-            raise base.damaged(file.path, "is missing: robomimic's dataset_states_to_obs.py extracts observations", number, "obs")
+            raise damaged(file.path, "is missing: robomimic's dataset_states_to_obs.py extracts observations", number, "obs")
         shown = file.group(group, "obs", number)
         after = file.group(group, "next_obs", number) if file.has(group, "next_obs") else None
         observation: dict[str, np.ndarray] = {}
@@ -161,7 +154,7 @@ class RobomimicRecording(H5Recording):
                 observation[key] = base.repeat_last(part)
                 repeated.append(key)
         if not observation:
-            raise base.damaged(file.path, "has no observation", number, "obs")
+            raise damaged(file.path, "has no observation", number, "obs")
         for key in repeated:
             notes.add(f"observation.{key}", "filled", "the file has no 'next_obs' of it; the last observation stands twice")
         return observation, bool(repeated)

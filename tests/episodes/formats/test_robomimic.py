@@ -182,7 +182,7 @@ def test_choices_stay_choices(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"actions": None}, r"episode 0, field '/data/demo_2/actions': is missing"),
-        ({"actions": np.zeros((2, 2))}, r"episode 0, field 'actions': 'actions' holds 2 rows, num_samples says 3"),
+        ({"actions": np.zeros((2, 2))}, r"episode 0, field 'actions': holds 2 rows, num_samples says 3"),
         ({"rewards": np.zeros(4)}, r"episode 0, field '/data/demo_2/rewards': has 4 rows instead of 3"),
         ({"dones": np.zeros((0,))}, r"episode 0, field '/data/demo_2/dones': has 0 rows instead of 3"),
         ({"obs/eef_pos": np.zeros((2, 3))}, r"episode 0, field '/data/demo_2/obs/eef_pos': has 2 rows instead of 3"),
