@@ -58,11 +58,9 @@ def make(
     return grid.GridSim(
         task,
         num_envs,
-        lambda: FrozenLake(size, hole_share, slippery, num_maps, hole_reward),
-        max_episode_steps=STEPS_PER_SIDE * grid.largest(size),
+        lambda: FrozenLake(size, hole_share, slippery, num_maps, hole_reward, hints),
+        max_turns=STEPS_PER_SIDE * grid.largest(size),
         instruction=INSTRUCTION,
-        colours=COLOURS,
-        hints=hints,
         render_size=render_size,
         picture_size=picture_size,
     )
@@ -71,6 +69,8 @@ def make(
 class FrozenLake(grid.GridGame):
     """One lake. Reward 1 at the goal, `hole_reward` in a hole, which ends the game, and 0 elsewhere."""
 
+    colours = COLOURS
+
     def __init__(
         self,
         size: int | Sequence[int] = 4,
@@ -78,15 +78,16 @@ class FrozenLake(grid.GridGame):
         slippery: bool = False,
         num_maps: int | None = None,
         hole_reward: float = 0.0,
+        hints: bool = False,
     ) -> None:
         self._size, self._hole_share, self._slippery = size, hole_share, slippery
-        self._num_maps, self._hole_reward = num_maps, hole_reward
+        self._num_maps, self._hole_reward, self.hints = num_maps, hole_reward, hints
         self._random = np.random.default_rng(0)
         self._holes = np.zeros((4, 4), bool)
         self._player: grid.Cell = (0, 0)
         self._goal: grid.Cell = (3, 3)
 
-    def reset(self, seed: int) -> None:
+    def begin(self, seed: int) -> None:
         """Draw a map whose goal is at least a side's length of steps away."""
         self._random = np.random.default_rng(seed if self._num_maps is None else seed % self._num_maps)
         size = grid.choose_size(self._size, self._random, least=4, most=8, name="FrozenLake")
@@ -100,7 +101,7 @@ class FrozenLake(grid.GridGame):
                 return
         raise UserError(f"FrozenLake: no map with a way was found for hole_share={self._hole_share}. Lower it.")
 
-    def step(self, word: str) -> grid.Outcome:
+    def play(self, word: str) -> grid.Outcome:
         if word not in grid.MOVES:
             return grid.Outcome(0.0, False, False, valid=False)
         move = grid.MOVES[word]
@@ -124,11 +125,13 @@ class FrozenLake(grid.GridGame):
         return f"{grid.look_around(grid.board_of(self.text()), self._player)} goal {grid.way_to(self._player, self._goal)}"
 
     def state(self) -> dict[str, Any]:
-        return {"holes": self._holes, "player": self._player, "goal": self._goal, "random": self._random.bit_generator.state}
+        lake = {"holes": self._holes, "player": self._player, "goal": self._goal, "random": self._random.bit_generator.state}
+        return {"game": lake}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._holes, self._player, self._goal = state["holes"], tuple(state["player"]), tuple(state["goal"])
-        self._random.bit_generator.state = state["random"]
+        lake = state["game"]
+        self._holes, self._player, self._goal = lake["holes"], tuple(lake["player"]), tuple(lake["goal"])
+        self._random.bit_generator.state = lake["random"]
 
 
 def shortest_path(holes: np.ndarray, start: grid.Cell, goal: grid.Cell) -> list[str] | None:

@@ -14,18 +14,18 @@ import os
 import random
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, require_known
-from embodied_rl.registry import load_target
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.remote_client import Answer, JsonClient, RemoteFault
 from embodied_rl.sim.snapshots import SnapshotError
-from embodied_rl.sim.text.turns import TextTurn, TurnSim
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn, check_arguments
 
 if TYPE_CHECKING:
     from gem.core import Env
@@ -169,132 +169,106 @@ def make(
     """
     require_known(history, HISTORIES, f"GEM: history='{history}' is not a choice.")
     require(task)
-    return GemSim(task, num_envs, history, success_return, kwargs, observation_bytes=observation_bytes, action_bytes=action_bytes)
+    family = task.partition(":")[0]
+    return GemSim(
+        task,
+        lambda: GemGame(family, _made(task, family, kwargs), history, success_return),
+        num_envs,
+        snapshots="exact" if family == "game" else "replay" if same_in_every_process(task) else "none",
+        observation_bytes=observation_bytes,
+        action_bytes=action_bytes,
+    )
 
 
-@dataclass
-class _Episode:
-    """Adapter's data about one environment's running episode."""
-
-    replies: list[str] = field(default_factory=list)
-    actions: list[str] = field(default_factory=list)
-    total: float = 0.0
-    """Sum of rewards."""
-
-
-class GemSim(TurnSim):
-    """GEM environments; see `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so
-    every environment has its own state of these, and `GemSim` first resets what an environment carries over from earlier episodes.
+class GemSim(TextSim):
+    """GEM environments; see `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, of
+    which `TextSim` keeps a state for each environment, and `GemGame` first resets what an environment carries over from earlier episodes.
 
     ``terminated`` is GEM's. Its turn limits are rules of the game that the player reads, so they terminate the episode: ``truncated`` is
     set only if GEM truncates without terminating.
     """
 
-    def __init__(self, task: str, num_envs: int, history: str, success_return: float, kwargs: Mapping[str, Any], **room_bytes: Any) -> None:
-        """`room_bytes`: sizes of texts, see `TurnSim`."""
-        self._random = [PrivateRandom() for _ in range(num_envs)]
-        self._history, self._success_return = history, success_return
-        self._family = task.partition(":")[0]
-        self.envs = [self._make_one(task, kwargs, generator) for generator in self._random]
-        self._episodes = [_Episode() for _ in range(num_envs)]
-        super().__init__(
-            task,
-            num_envs,
-            max_turns=_turn_limit(self._family, self.envs[0]),
-            cuts=False,
-            snapshots="exact" if self._family == "game" else "replay" if same_in_every_process(task) else "none",
-            **room_bytes,
-        )
-
     def sample_action(self, env_id: int, seed: int) -> str:
-        """Random action in the task's format; does not change the episode.
+        """See `GemGame.sample_action`, which draws from the process's generators."""
+        with PrivateRandom().active(seed):
+            return super().sample_action(env_id, seed)
+
+
+class GemGame(TextGame):
+    """One GEM environment."""
+
+    def __init__(self, family: str, env: Env | Sandbox, history: str, success_return: float) -> None:
+        self.env, self._history, self._success_return = env, history, success_return
+        self.max_turns = _turn_limit(family, env)
+        self._replies, self._actions, self._total = list[str](), list[str](), 0.0
+
+    def reset(self, seed: int) -> str:
+        if hasattr(self.env, "idx"):
+            self.env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first has questions
+        with redirect_stdout(io.StringIO()):  # some print dots while they search
+            reply, info = self.env.reset(seed=seed % 2**31)  # numpy takes 32 bits, and Sokoban adds to the seed
+        self._replies, self._actions, self._total = [reply], [], 0.0
+        return self._text(info)
+
+    def step(self, action: str) -> TextTurn:
+        reply, reward, terminated, truncated, info = self.env.step(action)
+        self._replies.append(reply)
+        self._actions.append(action)
+        self._total += float(reward)
+        success = (terminated or truncated) and self._total >= self._success_return - _TOLERANCE
+        shown = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
+        return TextTurn(self._text(info), reward, terminated, truncated, success, shown)
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """Random action in the task's format, drawn from the process's generators.
 
         Games: a move that may break a rule. reasoning-gym: the right answer of a random question of the data set. Others: nothing boxed.
         """
-        with PrivateRandom().active(seed), redirect_stdout(io.StringIO()):
-            return _random_action(self.envs[env_id])
+        with redirect_stdout(io.StringIO()):
+            return _random_action(self.env)
 
-    def _begin(self, env_id: int, seed: int) -> str:
-        env, seed = self.envs[env_id], seed % 2**31  # numpy takes 32 bits, and Sokoban adds to the seed
-        if hasattr(env, "idx"):
-            env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first has questions
-        with self._random[env_id].active(seed), redirect_stdout(io.StringIO()):  # some print dots while they search
-            reply, info = env.reset(seed=seed)
-        self._episodes[env_id] = _Episode(replies=[reply])
-        return self._text(env_id, info)
+    def state(self) -> dict[str, Any]:
+        """The game's state and the conversation."""
+        env = {key: value for key, value in vars(self.env).items() if key not in _FIXED}
+        return {"gem": version("gem-llm"), "env": env, "replies": self._replies, "actions": self._actions, "total": self._total}
 
-    def _play(self, env_id: int, action: str) -> TextTurn:
-        with self._random[env_id].active():
-            reply, reward, terminated, truncated, info = self.envs[env_id].step(action)
-        episode = self._episodes[env_id]
-        episode.replies.append(reply)
-        episode.actions.append(action)
-        episode.total += float(reward)
-        success = (terminated or truncated) and episode.total >= self._success_return - _TOLERANCE
-        shown = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
-        return TextTurn(self._text(env_id, info), reward, terminated, truncated, success, shown)
-
-    def _saved(self, env_id: int) -> dict[str, Any]:
-        """The game's state, its random generators and the conversation."""
-        self._require_snapshots()
-        env, episode = self.envs[env_id], self._episodes[env_id]
-        return {
-            "gem": version("gem-llm"),
-            "env": {key: value for key, value in vars(env).items() if key not in _FIXED},
-            "random": self._random[env_id].state,
-            "replies": episode.replies,
-            "actions": episode.actions,
-            "total": episode.total,
-        }
-
-    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore a saved game. Raises SnapshotError for another version of GEM, or an invalid state."""
-        self._require_snapshots()
-        if saved["gem"] != version("gem-llm"):
-            raise SnapshotError(f"Snapshot is of GEM {saved['gem']} and cannot be restored into GEM {version('gem-llm')}.")
-        own, taken = vars(self.envs[env_id]), saved["env"]
-        if not self._episodes[env_id].replies and taken.keys() - own.keys():  # a new environment lacks attributes that its first reset sets
-            with self._random[env_id].active(0), redirect_stdout(io.StringIO()):
-                self.envs[env_id].reset(seed=0)
+        if state["gem"] != version("gem-llm"):
+            raise SnapshotError(f"Snapshot is of GEM {state['gem']} and cannot be restored into GEM {version('gem-llm')}.")
+        own, taken = vars(self.env), state["env"]
+        if not self._replies and taken.keys() - own.keys():  # a new environment lacks attributes that its first reset sets
+            self.reset(0)
         if strange := taken.keys() - (own.keys() - _FIXED):
-            raise SnapshotError(f"Snapshot of '{self.spec.task}' sets {sorted(strange)[0]!r:.80}, which is not part of this game's state.")
+            raise SnapshotError(f"Snapshot of '{state['task']}' sets {sorted(strange)[0]!r:.80}, which is not part of this game's state.")
         own.update(taken)
-        self._random[env_id].state = saved["random"]
-        self._episodes[env_id] = _Episode(saved["replies"], saved["actions"], saved["total"])
+        self._replies, self._actions, self._total = state["replies"], state["actions"], state["total"]
 
-    def close(self) -> None:
-        self.envs = []
-
-    def _make_one(self, task: str, kwargs: Mapping[str, Any], generator: PrivateRandom) -> Env | Sandbox:
-        specification = registered()[task]
-        _check_arguments(task, specification, kwargs)
-        import gem
-
-        try:
-            with generator.active(0):  # games draw a first problem in their constructor
-                return gem.make(task, **kwargs)
-        except Exception as error:
-            if self._family in OFFLINE_FAMILIES or isinstance(error, (UserError, MemoryError)):
-                raise
-            name = specification.kwargs.get("dataset_name")
-            raise MissingAssetsError(
-                f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). Get "
-                f"it on a machine with network access: python -c \"import datasets; datasets.load_dataset('{name}')\""
-            ) from error
-
-    def _require_snapshots(self) -> None:
-        if self.spec.snapshots != "exact":
-            raise SnapshotError(f"GEM task '{self.spec.task}' has no snapshots: an episode is restored from its seed and actions.")
-
-    def _text(self, i: int, info: Mapping[str, Any]) -> str:
+    def _text(self, info: Mapping[str, Any]) -> str:
         """Replies on separate lines, then the suffix, which contains the board in games that have one."""
-        episode = self._episodes[i]
         if self._history == "conversation":
-            lines = [text for pair in zip(episode.replies, [*episode.actions, ""], strict=True) for text in pair]
+            lines = [text for pair in zip(self._replies, [*self._actions, ""], strict=True) for text in pair]
         else:
-            lines = episode.replies if self._history == "observations" else episode.replies[-1:]
+            lines = self._replies if self._history == "observations" else self._replies[-1:]
         ended = [text if text.endswith("\n") else text + "\n" for text in lines if text]
         return "".join([info.get("prefix", ""), *ended, info.get("suffix", "")])
+
+
+def _made(task: str, family: str, kwargs: Mapping[str, Any]) -> Env:
+    specification = registered()[task]
+    check_arguments(specification.entry_point, kwargs, f"GEM task '{task}'")
+    import gem
+
+    try:
+        return gem.make(task, **kwargs)
+    except Exception as error:
+        if family in OFFLINE_FAMILIES or isinstance(error, (UserError, MemoryError)):
+            raise
+        name = specification.kwargs.get("dataset_name")
+        raise MissingAssetsError(
+            f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). Get "
+            f"it on a machine with network access: python -c \"import datasets; datasets.load_dataset('{name}')\""
+        ) from error
 
 
 def _turn_limit(family: str, env: Env | Sandbox) -> int | None:
@@ -304,18 +278,6 @@ def _turn_limit(family: str, env: Env | Sandbox) -> int | None:
     own = vars(env)
     limit = own.get("max_turns")
     return None if limit is None or own.get("_is_random", False) else int(limit)
-
-
-def _check_arguments(task: str, specification: EnvSpec, kwargs: Mapping[str, Any]) -> None:
-    """Raise UserError naming unknown arguments, which GEM's environments ignore."""
-    import inspect
-
-    entry = specification.entry_point
-    if isinstance(entry, str):
-        entry = load_target(entry)
-    named = [name for name, parameter in inspect.signature(entry).parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
-    for name in kwargs:
-        require_known(name, named, f"GEM task '{task}' does not take '{name}'.")
 
 
 def _random_action(env: Env) -> str:
@@ -359,41 +321,44 @@ def make_rock(
     return RockSim(client, task, num_envs, history, success_return, observation_bytes=observation_bytes, action_bytes=action_bytes)
 
 
-class RockSim(GemSim):
-    """`GemSim` whose environments are sandboxes. See `make_rock`.
+class RockSim(TextSim):
+    """GEM games whose environments are sandboxes. See `make_rock`.
 
     ROCK's routes have no request numbers, so a lost answer fails the worker, and the manager resumes its episodes.
     """
 
-    def __init__(self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, **room_bytes: Any) -> None:
+    def __init__(self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, **room_bytes: int) -> None:
+        """`room_bytes`: sizes of texts, see `TextSim`."""
         self._client = client
-        self._sandboxes: list[Sandbox] = []
-        try:
-            super().__init__(task, num_envs, history, success_return, {}, **room_bytes)
-        except BaseException:
-            self.close()
-            raise
-        # A game restarts from its seed; for other environments this is unknown.
-        self.spec = replace(self.spec, snapshots="replay" if self._family == "game" else "none", max_episode_steps=None)
-
-    def sample_action(self, env_id: int, seed: int) -> str:
-        """Raises UserError: the game, which knows its moves, runs elsewhere."""
-        raise UserError(f"ROCK cannot draw a random move of '{self.spec.task}': the game is behind {self._client.url}.")
+        super().__init__(
+            task,
+            lambda: RockGame("rock", Sandbox(client, task), history, success_return),
+            num_envs,
+            # A game restarts from its seed; for other environments this is unknown.
+            snapshots="replay" if task.partition(":")[0] == "game" else "none",
+            isolated=False,
+            **room_bytes,
+        )
 
     def close(self) -> None:
         """Close the sandboxes; unreachable ones are left to the server."""
-        sandboxes, self._sandboxes, self.envs = self._sandboxes, [], []
-        for sandbox in sandboxes:
-            try:
-                sandbox.close()
-            except RemoteFault:
-                break
+        with suppress(RemoteFault):
+            super().close()
+        self._games = []
         self._client.close()
 
-    def _make_one(self, task: str, kwargs: Mapping[str, Any], generator: PrivateRandom) -> Sandbox:
-        sandbox = Sandbox(self._client, task)
-        self._sandboxes.append(sandbox)
-        return sandbox
+
+class RockGame(GemGame):
+    """One game elsewhere."""
+
+    env: Sandbox
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """Raises UserError: the game, which knows its moves, runs elsewhere."""
+        raise UserError(f"ROCK cannot draw a random move of '{self.env.task}': the game is behind {self.env.client.url}.")
+
+    def close(self) -> None:
+        self.env.close()
 
 
 class Sandbox:
@@ -401,7 +366,7 @@ class Sandbox:
 
     def __init__(self, client: JsonClient, task: str) -> None:
         """Make the environment. Raises UserError if the server refuses."""
-        self._client = client
+        self.client, self.task = client, task
         try:
             answer = client.call("POST", f"{_ROUTES}/make", {"env_id": task}, repeat=False, deadline_s=_MAKE_S)
         except RemoteFault as fault:
@@ -423,17 +388,17 @@ class Sandbox:
             flags = bool(found["terminated"]), bool(found["truncated"])
             return str(found["observation"]), float(found["reward"]), *flags, dict(found.get("info") or {})
         except (KeyError, TypeError, ValueError) as error:
-            raise RemoteFault("bad_response", f"A step's answer of {self._client.url} is malformed: {error!r}") from error
+            raise RemoteFault("bad_response", f"A step's answer of {self.client.url} is malformed: {error!r}") from error
 
     def close(self) -> None:
         """Close the environment. Raises RemoteFault if the server is unreachable."""
-        self._client.call("POST", f"{_ROUTES}/close", {"sandbox_id": self.sandbox_id}, deadline_s=2.0)
+        self.client.call("POST", f"{_ROUTES}/close", {"sandbox_id": self.sandbox_id}, deadline_s=2.0)
 
     def _ask(self, route: str, body: Mapping[str, Any], *, repeat: bool) -> dict[str, Any]:
-        answer = self._client.call("POST", f"{_ROUTES}/{route}", {"sandbox_id": self.sandbox_id, **body}, repeat=repeat)
+        answer = self.client.call("POST", f"{_ROUTES}/{route}", {"sandbox_id": self.sandbox_id, **body}, repeat=repeat)
         found = _result(answer)
         if answer.status != 200 or "observation" not in found:
-            what = f"{route} of sandbox '{self.sandbox_id}' at {self._client.url} failed"
+            what = f"{route} of sandbox '{self.sandbox_id}' at {self.client.url} failed"
             raise RemoteFault(answer.kind or "bad_response", f"{what}: status {answer.status}, {answer.message}")
         return found
 

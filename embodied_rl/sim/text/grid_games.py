@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.text.turns import TextTurn, TurnSim
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 from embodied_rl.types import StepBuffers, VariableSpec
 
 Node = TypeVar("Node", bound=Hashable)
@@ -35,16 +35,26 @@ class Outcome:
     """Whether the word was a move; False: nothing happened."""
 
 
-class GridGame(ABC):
-    """Rules of one game, without the simulator around it."""
+class GridGame(TextGame):
+    """Rules of one game, and its board in letters. `state` is ``{"game": …}``.
+
+    An action is one word; surrounding spaces and case do not matter. Other words cost a step, and set ``info["valid"]`` to False.
+    """
+
+    words: Sequence[str] = tuple(MOVES)
+    """Words that `sample_action` draws from."""
+    colours: Mapping[str, tuple[int, int, int]]
+    """{letter of `text`: colour of its tile} for pictures."""
+    hints: bool = False
+    """Whether `hint` is shown below the board."""
 
     @abstractmethod
-    def reset(self, seed: int) -> None:
+    def begin(self, seed: int) -> None:
         """Begin the game of this seed."""
 
     @abstractmethod
-    def step(self, word: str) -> Outcome:
-        """Play one word of `MOVES`; any other word changes nothing."""
+    def play(self, word: str) -> Outcome:
+        """Play one word; one that is no move changes nothing."""
 
     @abstractmethod
     def text(self) -> str:
@@ -54,20 +64,27 @@ class GridGame(ABC):
         """Player's surroundings and the goal's position in one line with spaces; empty if the board shows everything."""
         return ""
 
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Everything that the rest of the game depends on (`embodied_rl.sim.snapshots.encode_state`)."""
+    def draw(self, size: int) -> np.ndarray:
+        """See `TextGame.draw`: a coloured tile with its letter for each cell of the board."""
+        return draw_board(self.text(), self.colours, size)
 
-    @abstractmethod
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`."""
+    def reset(self, seed: int) -> str:
+        self.begin(seed)
+        return self._shown()
+
+    def step(self, action: str) -> TextTurn:
+        found = self.play(action.strip().lower())
+        return TextTurn(self._shown(), found.reward, found.terminated, success=found.success, info={"valid": found.valid})
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        return self.words[int(random.integers(len(self.words)))]
+
+    def _shown(self) -> str:
+        return f"{self.text()}\n{self.hint()}" if self.hints else self.text()
 
 
-class GridSim(TurnSim):
-    """`num_envs` grid games in this process: text in, text out.
-
-    An action is one word; surrounding spaces and case do not matter. Other words cost a step, and set ``info["valid"]`` to False.
-    """
+class GridSim(TextSim):
+    """`num_envs` grid games in this process, and their pictures."""
 
     def __init__(
         self,
@@ -75,72 +92,38 @@ class GridSim(TurnSim):
         num_envs: int,
         make: Callable[[], GridGame],
         *,
-        max_episode_steps: int,
+        max_turns: int,
         instruction: str,
-        colours: Mapping[str, tuple[int, int, int]],
-        hints: bool = False,
         render_size: int = 256,
         picture_size: int | None = None,
     ) -> None:
-        """Args:
-        picture_size: also observe ``rgb``, a picture whose longer side has about so many pixels; None: no picture.
-        colours: {letter of `GridGame.text`: colour of its tile} for pictures.
-        hints: show `GridGame.hint` below the board.
-        """
-        self._hints = hints
-        self._games = [make() for _ in range(num_envs)]
-        self._colours, self._render_size, self._picture_size = dict(colours), render_size, picture_size
+        """`picture_size`: also observe ``rgb``, a picture whose longer side has about so many pixels; None: no picture."""
+        if picture_size is not None and not 8 <= picture_size <= 1024:
+            raise UserError(f"picture_size must be between 8 and 1024 pixels or null, got {picture_size}.")
+        self._render_size, self._picture_size = render_size, picture_size
         super().__init__(
             task,
+            make,
             num_envs,
-            max_turns=max_episode_steps,
+            max_turns=max_turns,
             instruction=instruction,
             snapshots="exact",
             observation_bytes=_TEXT_BYTES,
             action_bytes=_TEXT_BYTES,
-            parts=self._pictures(picture_size),
+            # A tile has at least four pixels a side, whatever the requested size.
+            parts=None if picture_size is None else {"rgb": VariableSpec("array", 3 * max(picture_size, 64) ** 2)},
             can_render=True,
+            isolated=False,
         )
 
-    def sample_action(self, env_id: int, seed: int) -> str:
-        return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
-
     def render(self, env_id: int) -> np.ndarray:
-        """[H, W, 3] uint8: a coloured tile with its letter for each cell of the board."""
-        return draw_board(self._games[env_id].text(), self._colours, self._render_size)
-
-    def _begin(self, env_id: int, seed: int) -> str:
-        self._games[env_id].reset(seed)
-        return self._text(env_id)
-
-    def _play(self, env_id: int, action: str) -> TextTurn:
-        found = self._games[env_id].step(action.strip().lower())
-        return TextTurn(self._text(env_id), found.reward, found.terminated, success=found.success, info={"valid": found.valid})
-
-    def _text(self, env_id: int) -> str:
-        game = self._games[env_id]
-        return f"{game.text()}\n{game.hint()}" if self._hints else game.text()
+        """See `GridGame.draw`."""
+        return self._games[env_id].draw(self._render_size)
 
     def _show(self, env_id: int, text: str, out: StepBuffers) -> None:
         super()._show(env_id, text, out)
         if self._picture_size is not None:
-            out.observation["rgb"][env_id] = draw_board(self._games[env_id].text(), self._colours, self._picture_size)
-
-    def _saved(self, env_id: int) -> dict[str, Any]:
-        return {"steps": int(self._turns[env_id]), "game": self._games[env_id].state()}
-
-    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
-        self._turns[env_id] = saved["steps"]
-        self._games[env_id].set_state(saved["game"])
-
-    @staticmethod
-    def _pictures(size: int | None) -> dict[str, VariableSpec]:
-        if size is None:
-            return {}
-        if not 8 <= size <= 1024:
-            raise UserError(f"picture_size must be between 8 and 1024 pixels or null, got {size}.")
-        # A tile has at least four pixels a side, whatever the requested size.
-        return {"rgb": VariableSpec("array", 3 * max(size, 64) ** 2)}
+            out.observation["rgb"][env_id] = self._games[env_id].draw(self._picture_size)
 
 
 def draw_board(text: str, colours: Mapping[str, tuple[int, int, int]], size: int) -> np.ndarray:

@@ -70,11 +70,9 @@ def make(
     return grid.GridSim(
         task,
         num_envs,
-        lambda: Sokoban(size, num_boxes, wall_share, num_pulls, box_reward),
-        max_episode_steps=STEPS_PER_BOX * num_boxes + 2 * grid.largest(size),
+        lambda: Sokoban(size, num_boxes, wall_share, num_pulls, box_reward, hints),
+        max_turns=STEPS_PER_BOX * num_boxes + 2 * grid.largest(size),
         instruction=INSTRUCTION,
-        colours=COLOURS,
-        hints=hints,
         render_size=render_size,
     )
 
@@ -110,15 +108,23 @@ def push(level: Level, position: Position, move: grid.Cell) -> Position | None:
 class Sokoban(grid.GridGame):
     """One warehouse. Reward 1 when every box is on a goal, which ends the game."""
 
+    colours = COLOURS
+
     def __init__(
-        self, size: int | Sequence[int] = 6, num_boxes: int = 1, wall_share: float = 0.1, num_pulls: int = 6, box_reward: float = 0.0
+        self,
+        size: int | Sequence[int] = 6,
+        num_boxes: int = 1,
+        wall_share: float = 0.1,
+        num_pulls: int = 6,
+        box_reward: float = 0.0,
+        hints: bool = False,
     ) -> None:
         self._size, self._num_boxes, self._wall_share = size, num_boxes, wall_share
-        self._num_pulls, self._box_reward = num_pulls, box_reward
+        self._num_pulls, self._box_reward, self.hints = num_pulls, box_reward, hints
         self._level = Level(np.ones((5, 5), bool), frozenset())
         self._position: Position = ((0, 0), frozenset())
 
-    def reset(self, seed: int) -> None:
+    def begin(self, seed: int) -> None:
         """Make a level in which no box is on a goal."""
         random = np.random.default_rng(seed)
         size = grid.choose_size(self._size, random, least=5, most=10, name="Sokoban")
@@ -129,7 +135,7 @@ class Sokoban(grid.GridGame):
                 return
         raise UserError(f"Sokoban: no level of size {size} with {self._num_boxes} boxes was found. Use a larger size or fewer walls.")
 
-    def step(self, word: str) -> grid.Outcome:
+    def play(self, word: str) -> grid.Outcome:
         if word not in grid.MOVES:
             return grid.Outcome(0.0, False, False, valid=False)
         before = len(self._position[1] & self._level.goals)
@@ -155,11 +161,12 @@ class Sokoban(grid.GridGame):
 
     def state(self) -> dict[str, Any]:
         player_at, boxes = self._position
-        return {"walls": self._level.walls, "goals": sorted(self._level.goals), "player": player_at, "boxes": sorted(boxes)}
+        return {"game": {"walls": self._level.walls, "goals": sorted(self._level.goals), "player": player_at, "boxes": sorted(boxes)}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._level = Level(state["walls"], frozenset(tuple(cell) for cell in state["goals"]))
-        self._position = tuple(state["player"]), frozenset(tuple(cell) for cell in state["boxes"])
+        found = state["game"]
+        self._level = Level(found["walls"], frozenset(map(tuple, found["goals"])))
+        self._position = tuple(found["player"]), frozenset(map(tuple, found["boxes"]))
 
 
 def _distance(one: grid.Cell, other: grid.Cell) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.text.turns import TextTurn, TurnSim
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 _TOLERANCE = 1e-9
 
@@ -70,7 +70,7 @@ def make(
     return TaskSim(task or environment.rpartition(":")[2], num_envs, one, success_return, room_bytes=(observation_bytes, action_bytes))
 
 
-class TaskSim(TurnSim):
+class TaskSim(TextSim):
     """`num_envs` text tasks in this process."""
 
     def __init__(
@@ -83,50 +83,52 @@ class TaskSim(TurnSim):
         room_bytes: tuple[int, int] = (2**16, 2**16),
     ) -> None:
         """See `make`; `room_bytes`: largest observation and largest action in bytes."""
-        self._tasks = [make_one() for _ in range(num_envs)]
-        self._returns = np.zeros(num_envs)
-        self._success_return = success_return
-        first = self._tasks[0]
-        for name in ("reset", "step", "sample_random_action", "get_state", "set_state"):
-            if not callable(getattr(first, name, None)):
-                raise UserError(
-                    f"Environment '{task}' ({type(first).__name__}) has no method '{name}'; GEM's five are reset, step, "
-                    "sample_random_action, get_state and set_state."
-                )
         super().__init__(
             task,
+            lambda: TaskGame(make_one(), task, success_return),
             num_envs,
-            max_turns=getattr(first, "max_turns", None),
-            cuts=False,
-            instruction=getattr(first, "instruction", None),
             snapshots="exact",
             observation_bytes=room_bytes[0],
             action_bytes=room_bytes[1],
+            isolated=False,
         )
 
-    def sample_action(self, env_id: int, seed: int) -> str:
-        return self._tasks[env_id].sample_random_action()
 
-    def _begin(self, env_id: int, seed: int) -> str:
-        text, _ = self._tasks[env_id].reset(seed)
-        self._returns[env_id] = 0.0
+class TaskGame(TextGame):
+    """Game of one `TextTask`."""
+
+    def __init__(self, task: TextTask, name: str, success_return: float) -> None:
+        """Raises UserError: it lacks a method. `name`: the task's, for the message."""
+        for method in ("reset", "step", "sample_random_action", "get_state", "set_state"):
+            if not callable(getattr(task, method, None)):
+                raise UserError(
+                    f"Environment '{name}' ({type(task).__name__}) has no method '{method}'; GEM's five are reset, step, "
+                    "sample_random_action, get_state and set_state."
+                )
+        self.max_turns, self.instruction = getattr(task, "max_turns", None), getattr(task, "instruction", None)
+        self._task, self._success_return, self._return = task, success_return, 0.0
+
+    def reset(self, seed: int) -> str:
+        text, _ = self._task.reset(seed)
+        self._return = 0.0
         return text
 
-    def _play(self, env_id: int, action: str) -> TextTurn:
-        text, reward, terminated, truncated, info = self._tasks[env_id].step(action)
-        self._returns[env_id] += float(reward)
-        reached = (terminated or truncated) and self._returns[env_id] >= self._success_return - _TOLERANCE
-        return TextTurn(text, reward, terminated, truncated, bool(info["success"]) if "success" in info else bool(reached), info)
+    def step(self, action: str) -> TextTurn:
+        text, reward, terminated, truncated, info = self._task.step(action)
+        self._return += float(reward)
+        reached = (terminated or truncated) and self._return >= self._success_return - _TOLERANCE
+        return TextTurn(text, reward, terminated, truncated, bool(info.get("success", reached)), info)
 
-    def _saved(self, env_id: int) -> dict[str, Any]:
-        return {"return": float(self._returns[env_id]), "state": self._tasks[env_id].get_state()}
+    def sample_action(self, random: np.random.Generator) -> str:
+        return self._task.sample_random_action()
 
-    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
-        self._returns[env_id] = saved["return"]
-        self._tasks[env_id].set_state(saved["state"])
+    def state(self) -> dict[str, Any]:
+        return {"return": self._return, "state": self._task.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._return = state["return"]
+        self._task.set_state(state["state"])
 
     def close(self) -> None:
-        for task in self._tasks:
-            close = getattr(task, "close", None)
-            if close is not None:
-                close()
+        if (close := getattr(self._task, "close", None)) is not None:
+            close()

@@ -9,17 +9,15 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import inspect
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, from_extra, require_known
-from embodied_rl.registry import load_target
+from embodied_rl.errors import MissingAssetsError, UserError, from_extra
 from embodied_rl.sim.text.opponents import make_opponent, random_move
-from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn, check_arguments
 
 if TYPE_CHECKING:
     from textarena import Env
@@ -197,13 +195,7 @@ def _begun(task: str, env: Env, players: int, seed: int) -> None:
 
 
 def _made(task: str, kwargs: Mapping[str, Any]) -> Env:
-    specification = registered()[task]
-    entry = specification.entry_point
-    if isinstance(entry, str):
-        entry = load_target(entry)
-    taken = [name for name in inspect.signature(entry).parameters if name not in ("args", "kwargs")]
-    for name in kwargs:
-        require_known(name, taken, f"TextArena's '{task}' does not take '{name}'.")
+    check_arguments(registered()[task].entry_point, kwargs, f"TextArena's '{task}'")
     try:
         return importlib.import_module("textarena").make(task, **kwargs)
     except LookupError as error:

@@ -47,57 +47,36 @@ def tasks() -> list[str]:
     return list(WORDS)
 
 
-class ToySim(GridSim):
-    """Toy games as grid games. A word that is no action costs a step and does nothing else.
+def make(num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> GridSim:
+    """`num_envs` games in this process. A word that is no action costs a step and does nothing else.
 
-    `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake. Raises UserError: an unknown task or argument.
+    `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake. Raises UserError: an unknown task.
     """
-
-    def __init__(self, num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> None:
-        require_known(task, WORDS, f"Task '{task}' is not a toy game.")
-        words = WORDS[task]
-        super().__init__(
-            task,
-            num_envs,
-            lambda: ToyGame(task, kwargs),
-            max_episode_steps=LIMITS[task],
-            instruction=f"{GAMES[task]} Answer with one word: {', '.join(words[:-1])} or {words[-1]}.",
-            colours=COLOURS,
-            render_size=render_size,
-        )
-        self._words = words
-
-    def sample_action(self, env_id: int, seed: int) -> str:
-        return self._words[int(np.random.default_rng(seed).integers(len(self._words)))]
-
-    def render(self, env_id: int) -> np.ndarray:
-        """[H, W, 3] uint8: the board's lines as tiles; for Blackjack the words."""
-        lines = self._games[env_id].text().splitlines()
-        board = [line for line in lines if " " not in line]
-        return draw_board("\n".join(board), self._colours, self._render_size) if board else _draw_lines(lines, self._render_size)
-
-
-make = ToySim
-"""`num_envs` games in this process."""
+    require_known(task, WORDS, f"Task '{task}' is not a toy game.")
+    words = WORDS[task]
+    instruction = f"{GAMES[task]} Answer with one word: {', '.join(words[:-1])} or {words[-1]}."
+    return GridSim(task, num_envs, lambda: ToyGame(task, kwargs), max_turns=LIMITS[task], instruction=instruction, render_size=render_size)
 
 
 class ToyGame(GridGame):
     """One game."""
 
+    colours = COLOURS
+
     def __init__(self, task: str, kwargs: Mapping[str, Any]) -> None:
         import gymnasium
 
-        self._task, self._words = task, WORDS[task]
+        self._task, self.words = task, WORDS[task]
         self._env: Any = gymnasium.make(task, disable_env_checker=True, **kwargs).unwrapped
         self._env.reset(seed=0)
 
-    def reset(self, seed: int) -> None:
+    def begin(self, seed: int) -> None:
         self._env.reset(seed=seed)
 
-    def step(self, word: str) -> Outcome:
-        if word not in self._words:
+    def play(self, word: str) -> Outcome:
+        if word not in self.words:
             return Outcome(0.0, False, False, False)
-        _, reward, terminated, _, _ = self._env.step(self._words.index(word))
+        _, reward, terminated, _, _ = self._env.step(self.words.index(word))
         won = terminated and (self._task in ("CliffWalking-v1", "Taxi-v4") or float(reward) > 0)
         return Outcome(float(reward), bool(terminated), bool(won), True)
 
@@ -117,17 +96,21 @@ class ToyGame(GridGame):
         letters[divmod(int(self._env.s), columns)] = "P"
         return "\n".join("".join(row) for row in letters)
 
+    def draw(self, size: int) -> np.ndarray:
+        """See `GridGame.draw`: the board's lines as tiles; for Blackjack the words."""
+        lines = self.text().splitlines()
+        board = [line for line in lines if " " not in line]
+        return draw_board("\n".join(board), COLOURS, size) if board else _draw_lines(lines, size)
+
     def state(self) -> dict[str, Any]:
         own = vars(self._env)
         kept = {name: own[name] for name in _STATE if name in own}
         plain = {name: [int(card) for card in value] if isinstance(value, list) else int(value) for name, value in kept.items()}
-        return {**plain, "random": self._env.np_random.bit_generator.state}
+        return {"game": {**plain, "random": self._env.np_random.bit_generator.state}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        for name in _STATE:
-            if name in state:
-                setattr(self._env, name, state[name])
-        self._env.np_random.bit_generator.state = state["random"]
+        vars(self._env).update({name: value for name, value in state["game"].items() if name in _STATE})
+        self._env.np_random.bit_generator.state = state["game"]["random"]
 
     def _taxi(self) -> str:
         row, column, passenger, destination = self._env.decode(self._env.s)

@@ -29,7 +29,7 @@ def go_on(sim: gem.GemSim, i: int, out: StepBuffers, first: int = 0, limit: int 
 
 def episode(sim: gem.GemSim, i: int, seed: int, limit: int = 200) -> list[Any]:
     """The first observation, then the outcome of every move."""
-    out = StepBuffers.allocate(sim.spec, len(sim.envs))
+    out = StepBuffers.allocate(sim.spec, len(sim._games))
     sim.reset([i], [seed], out)
     return [str(out.observation["text"][i]), *go_on(sim, i, out, limit=limit)]
 

@@ -20,7 +20,7 @@ from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text import alfworld, appworld, opponents, search_qa, webshop
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 from embodied_rl.types import StepBuffers
 
 ADAPTERS = ("textarena", "textworld", "alfworld", "webshop", "search_qa", "appworld")
@@ -115,7 +115,7 @@ def test_search_qa_is_well_behaved() -> None:
 # ---- what adapters share ----------------------------------------------------------------------------------------------
 
 
-class Counting:
+class Counting(TextGame):
     """Counts to a number drawn from the process's generators."""
 
     def __init__(self) -> None:

@@ -183,7 +183,7 @@ def test_a_won_game_is_a_success_with_return_one(name: str) -> None:
     out = StepBuffers.allocate(sim.spec, 1)
     for seed in range(20):
         sim.reset([0], [seed], out)
-        moves = answers(task, sim.envs[0])
+        moves = answers(task, sim._games[0].env)
         if moves:  # half of the 2 x 2 puzzles have no solution, and GEM gives them all the same
             break
     total = 0.0
@@ -208,7 +208,7 @@ def test_a_turn_limit_is_the_games_own_end_and_no_success() -> None:
     sim = gem.make("game:GuessTheNumber-v0-easy", 1)
     out = StepBuffers.allocate(sim.spec, 1)
     sim.reset([0], [0], out)
-    number = sim.envs[0].game_number
+    number = sim._games[0].env.game_number
     wrong = [guess for guess in range(1, 11) if guess != number][:4]
     for guess in wrong:
         assert not out.terminated[0]

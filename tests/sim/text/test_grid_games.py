@@ -65,8 +65,8 @@ def lake(board: str, **options: object) -> frozenlake.FrozenLake:
         return int(row), int(column)
 
     game = frozenlake.FrozenLake(len(letters), **options)  # type: ignore[arg-type]
-    game.reset(0)
-    game.set_state({**game.state(), "holes": letters == "H", "player": find("P"), "goal": find("G")})
+    game.begin(0)
+    game.set_state({"game": {**game.state()["game"], "holes": letters == "H", "player": find("P"), "goal": find("G")}})
     assert game.text() == board
     return game
 
@@ -76,16 +76,16 @@ LAKE = "P.H.\n....\nH..G\n...."
 
 def test_frozenlake_moves_ends_and_borders() -> None:
     game = lake(LAKE)
-    assert game.step("left").valid  # against the border: nothing moves, and it is a move
+    assert game.play("left").valid  # against the border: nothing moves, and it is a move
     assert game.text() == LAKE
-    assert not game.step("north").valid
+    assert not game.play("north").valid
     assert game.text() == LAKE
-    outcomes = [game.step(word) for word in ("down", "right", "right", "down", "right")]
+    outcomes = [game.play(word) for word in ("down", "right", "right", "down", "right")]
     assert [outcome.reward for outcome in outcomes] == [0, 0, 0, 0, 1]
     assert [outcome.terminated for outcome in outcomes] == [False] * 4 + [True]
-    drowned = lake(LAKE).step("right"), (falling := lake(LAKE)).step("down"), falling.step("down")
+    drowned = lake(LAKE).play("right"), (falling := lake(LAKE)).play("down"), falling.play("down")
     punished = lake(LAKE, hole_reward=-0.5)
-    assert [punished.step(word).reward for word in ("down", "down")] == [0.0, -0.5]
+    assert [punished.play(word).reward for word in ("down", "down")] == [0.0, -0.5]
     assert [(o.terminated, o.success, o.reward) for o in drowned] == [(False, False, 0.0), (False, False, 0.0), (True, False, 0.0)]
 
 
@@ -110,7 +110,7 @@ def test_slippery_ice_turns_two_moves_of_three_aside() -> None:
     for seed in range(600):
         game = lake(board, slippery=True)
         game._random = np.random.default_rng(seed)
-        game.step("up")
+        game.play("up")
         ends.append(game.text().replace("\n", "").index("P"))
     shares = {place: ends.count(place) / len(ends) for place in set(ends)}
     assert set(shares) == {7, 11, 13}  # up, left, right of the middle; never down
@@ -121,7 +121,7 @@ def test_hints_say_what_stands_on_the_board() -> None:
     game = lake(LAKE)
     assert game.hint() == "up # down . left # right . goal down 2 right 3"
     for word in ("down", "right", "right"):
-        game.step(word)
+        game.play(word)
     assert game.hint() == "up H down . left . right . goal down 1 right 1"
     sim = frozenlake.make(1, hints=True)
     seen, out = play(sim, 3, frozenlake.player)
@@ -176,7 +176,7 @@ def test_wrong_options_are_one_line(module: ModuleType, options: dict[str, objec
 def warehouse(board: str) -> sokoban.Sokoban:
     level, (player_at, boxes) = sokoban.read(board)
     game = sokoban.Sokoban()
-    game.set_state({"walls": level.walls, "goals": sorted(level.goals), "player": player_at, "boxes": sorted(boxes)})
+    game.set_state({"game": {"walls": level.walls, "goals": sorted(level.goals), "player": player_at, "boxes": sorted(boxes)}})
     assert game.text() == board
     return game
 
@@ -184,15 +184,15 @@ def warehouse(board: str) -> sokoban.Sokoban:
 def test_sokoban_pushes_walls_and_goals() -> None:
     board = "######\n#P...#\n#.XX.#\n#.O.O#\n#....#\n######"
     game = warehouse(board)
-    assert game.step("up").valid
+    assert game.play("up").valid
     assert game.text() == board  # a wall
-    game.step("down")
-    game.step("right")
+    game.play("down")
+    game.play("right")
     assert game.text() == board.replace("P", ".", 1).replace("#.XX.#", "#PXX.#")  # two boxes in a row do not move
-    outcomes = [game.step(word) for word in ("up", "right", "down")]
+    outcomes = [game.play(word) for word in ("up", "right", "down")]
     assert game.text() == "######\n#....#\n#.PX.#\n#.V.O#\n#....#\n######"
     assert [outcome.reward for outcome in outcomes] == [0, 0, 0]
-    outcomes = [game.step(word) for word in ("right", "up", "right", "right", "down")]
+    outcomes = [game.play(word) for word in ("right", "up", "right", "right", "down")]
     assert game.text() == "######\n#....#\n#...P#\n#.V.V#\n#....#\n######"
     assert [(o.reward, o.terminated, o.success) for o in outcomes] == [(0, False, False)] * 4 + [(1, True, True)]
 
@@ -200,14 +200,14 @@ def test_sokoban_pushes_walls_and_goals() -> None:
 def test_box_rewards_are_given_and_taken_back() -> None:
     game = sokoban.Sokoban(box_reward=0.25)
     level, (player_at, boxes) = sokoban.read("#######\n#PXO..#\n#..X.O#\n#.....#\n#######")
-    game.set_state({"walls": level.walls, "goals": sorted(level.goals), "player": player_at, "boxes": sorted(boxes)})
-    assert [game.step("right").reward for _ in range(2)] == [0.25, -0.25]
+    game.set_state({"game": {"walls": level.walls, "goals": sorted(level.goals), "player": player_at, "boxes": sorted(boxes)}})
+    assert [game.play("right").reward for _ in range(2)] == [0.25, -0.25]
 
 
 def test_solutions_are_as_short_as_an_exhaustive_search_finds() -> None:
     game = sokoban.Sokoban(size=5, num_boxes=1, wall_share=0.0, num_pulls=2)
     for seed in range(6):
-        game.reset(seed)
+        game.begin(seed)
         level, start = sokoban.read(game.text())
         found = sokoban.solve(level, start)
         assert found is not None
@@ -235,7 +235,7 @@ def test_levels_of_every_number_of_boxes_can_be_solved() -> None:
     for boxes, size in ((1, 6), (2, 7), (3, 7)):
         game = sokoban.Sokoban(size=size, num_boxes=boxes, num_pulls=4 * boxes)
         for seed in range(4):
-            game.reset(seed)
+            game.begin(seed)
             text = game.text()
             assert text.count("X") + text.count("V") == boxes
             assert text.count("V") == 0
