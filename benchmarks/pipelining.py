@@ -82,7 +82,7 @@ def predicted_s(trace: Trace, side: Side, num_slots: int, rounds: int) -> float:
     """Of an iteration, by the planner's arithmetic."""
     shape, rows = (1, rounds, side.stages), num_slots / side.stages
     step_s, act_s = np.full(shape, trace.step.of(rows, side.env)), np.full(shape, trace.act.of(rows, side.policy))
-    rollout = float(pipelined_rollout(step_s, act_s, shared=side.shared).seconds[0])
+    rollout = float(pipelined_rollout(step_s, act_s, shared=side.shared)[0])
     return rollout + train_s(trace, side, num_slots, rounds)
 
 

@@ -176,7 +176,7 @@ def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measure
         "measured_steps_per_s": None if measured is None else measured.steps_per_s,
         "best": found.best.to_dict(),
         "placements": [outlook.to_dict() for outlook in found.outlooks],
-        "refused": [{"kind": one.kind, "reason": one.reason} for one in found.refused],
+        "refused": [{"kind": kind, "reason": reason} for kind, reason in found.refused.items()],
         "command": command,
         "versions": versions(),
     }
@@ -210,8 +210,8 @@ def tables(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -
 def _explain(found: Plan, measured: Measurement | None) -> None:
     import yaml
 
-    for one in found.refused:
-        print("\n".join(wrapped_lines(f"Left out: {one.reason}", terminal_width())))
+    for reason in found.refused.values():
+        print("\n".join(wrapped_lines(f"Left out: {reason}", terminal_width())))
     if measured is not None:
         print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.")
     text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)

@@ -240,11 +240,11 @@ def _steps(case: _Case, rng: np.random.Generator) -> Outlook:
     else:
         step_s = stage_steps(rng, shape, stage_rows, case.cores_per_copy, case.step.median, case.step.sigma)
     act_s = np.full(shape, case.act.of(stage_rows))
-    times = pipelined_rollout(step_s, act_s, shared=case.shared)
+    seconds = pipelined_rollout(step_s, act_s, shared=case.shared)
     scale = workload.rollout_steps / rounds
-    mean = float(times.seconds.mean())
+    mean = float(seconds.mean())
     # The mean of a sum of rounds grows with their number, and its spread with the root of it.
-    rollout_s = mean * scale + (slowest_of(times.seconds, case.copies) - mean) * math.sqrt(scale)
+    rollout_s = mean * scale + (slowest_of(seconds, case.copies) - mean) * math.sqrt(scale)
     decisions = workload.num_slots * workload.rollout_steps
     reward_s = workload.reward_per_decision_s * decisions / len(placement["reward"])
     train_s = _train_seconds(case, decisions) + spent.train_gather_s
@@ -253,7 +253,7 @@ def _steps(case: _Case, rng: np.random.Generator) -> Outlook:
         np.full(16, rollout_s + reward_s), train_s + spent.switch_s, spent.publish_s, workload.max_staleness, overlap=overlap
     )
     iteration_s = float(published[-1] - published[7]) / 8
-    env, act = (float(part.mean()) * scale / iteration_s for part in (times.env_busy_s, times.act_busy_s))
+    env, act = (float(part.sum((1, 2)).mean()) * scale / iteration_s for part in (step_s, act_s))
     busy = {"env": env, "generation": act, "train": train_s / iteration_s}
     ages = {workload.max_staleness if overlap else 0: 1.0}
     return _outlook(case, decisions, iteration_s, rollout_s, train_s, busy, ages)
@@ -302,8 +302,8 @@ def _episodes(case: _Case, rng: np.random.Generator) -> Outlook:
     decisions = float(np.mean(outcome.decisions[_WARM_UP:])) * cells
     elapsed = outcome.published_s[-1]
     busy = {
-        "env": outcome.env_busy_s / elapsed / max(1, math.floor(run.num_cores)),
-        "generation": outcome.act_busy_s / elapsed / copies,
+        "env": outcome.cores.busy_s / elapsed / max(1, math.floor(run.num_cores)),
+        "generation": outcome.devices.busy_s / elapsed / copies,
         "train": outcome.train_busy_s / elapsed,
     }
     mean_train_s = train_s(round(decisions / cells))
@@ -355,21 +355,13 @@ _KINDS: tuple[PlacementKind, ...] = ("collocated", "hybrid", "disaggregated", "m
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A placement that is impossible here."""
-
-    kind: PlacementKind
-    reason: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """All placements of a workload on a cluster."""
 
     outlooks: Sequence[Outlook]
     """Fastest first; never empty."""
-    refused: Sequence[Refused]
-    """The first refusal of each kind."""
+    refused: Mapping[PlacementKind, str]
+    """{kind: why its first placement is impossible here}"""
 
     @property
     def best(self) -> Outlook:
@@ -377,11 +369,8 @@ class Plan:
 
     @property
     def best_of_each_kind(self) -> list[Outlook]:
-        """The fastest of each kind, fastest first."""
-        seen: dict[str, Outlook] = {}
-        for outlook in self.outlooks:
-            seen.setdefault(outlook.placement.kind, outlook)
-        return list(seen.values())
+        """The fastest of each kind."""
+        return list({outlook.placement.kind: outlook for outlook in reversed(self.outlooks)}.values())
 
 
 def candidates(workload: WorkloadConfig, num_devices: int) -> Iterator[PlacementConfig]:
@@ -402,7 +391,7 @@ def candidates(workload: WorkloadConfig, num_devices: int) -> Iterator[Placement
 def plan(workload: WorkloadConfig, cluster: Cluster, *, only: Sequence[PlacementConfig] | None = None, seed: int = 0) -> Plan:
     """Simulate every candidate, or those of `only`. Raises UserError with the first reason if none is possible."""
     outlooks: list[Outlook] = []
-    refused: list[Refused] = []
+    refused: dict[PlacementKind, str] = {}
     seen: set[object] = set()
     for config in only or candidates(workload, len(cluster.compute)):
         try:
@@ -414,9 +403,8 @@ def plan(workload: WorkloadConfig, cluster: Cluster, *, only: Sequence[Placement
             seen.add(key)
             outlooks.append(simulate(workload, placement, cluster, seed=seed))
         except UserError as error:
-            if all(known.kind != config.kind for known in refused):
-                refused.append(Refused(config.kind, str(error)))
+            refused.setdefault(config.kind, str(error))
     if not outlooks:
-        raise UserError(f"No placement is possible on '{cluster.config.name}'. {refused[0].reason}")
+        raise UserError(f"No placement is possible on '{cluster.config.name}'. {next(iter(refused.values()))}")
     outlooks.sort(key=lambda outlook: -outlook.steps_per_s)
     return Plan(outlooks, refused)

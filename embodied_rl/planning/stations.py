@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
@@ -124,20 +124,8 @@ class Station:
             self._clock.after(0.0, left)
 
 
-@dataclass(frozen=True)
-class RolloutTimes:
-    """Times of R repetitions of one group's rollout."""
-
-    seconds: np.ndarray
-    """[R] seconds from the start of the first step to the end of the last action."""
-    env_busy_s: np.ndarray
-    """[R] seconds in which simulators worked."""
-    act_busy_s: np.ndarray
-    """[R] seconds in which the policy acted."""
-
-
-def pipelined_rollout(step_s: np.ndarray, act_s: np.ndarray, *, shared: bool) -> RolloutTimes:
-    """T rounds of K stages, served in turns.
+def pipelined_rollout(step_s: np.ndarray, act_s: np.ndarray, *, shared: bool) -> np.ndarray:
+    """[R] seconds of T rounds of K stages, served in turns, from the start of the first step to the end of the last action.
 
     Args:
         step_s: [R, T, K] seconds of simulating a stage.
@@ -153,7 +141,7 @@ def pipelined_rollout(step_s: np.ndarray, act_s: np.ndarray, *, shared: bool) ->
             env_free = np.maximum(ready[k], env_free if not shared else np.maximum(env_free, act_free)) + step_s[:, t, k]
             act_free = np.maximum(env_free, act_free) + act_s[:, t, k]
             ready[k] = act_free
-    return RolloutTimes(act_free, step_s.sum((1, 2)), act_s.sum((1, 2)))
+    return act_free
 
 
 def stage_steps(
@@ -236,23 +224,6 @@ class EpisodeRun:
 
 
 @dataclass
-class EpisodeOutcome:
-    """Result of a simulated cell."""
-
-    published_s: list[float] = field(default_factory=list)
-    """Time at which each version was published."""
-    decisions: list[int] = field(default_factory=list)
-    """Decisions of each batch."""
-    ages: dict[int, int] = field(default_factory=dict)
-    """{versions between admission and training: groups}"""
-    env_busy_s: float = 0.0
-    """Core-seconds of simulation."""
-    act_busy_s: float = 0.0
-    """Device-seconds of acting."""
-    train_busy_s: float = 0.0
-
-
-@dataclass
 class _Group:
     number: int
     version: int
@@ -261,11 +232,17 @@ class _Group:
 
 
 class EpisodeSimulation:
-    """Simulates one cell for a number of versions."""
+    """Simulates one cell for a number of versions. The work of `cores` and `devices` is in their `busy_s`."""
 
     def __init__(self, run: EpisodeRun, rng: np.random.Generator) -> None:
         self.run, self._rng = run, rng
-        self.outcome = EpisodeOutcome()
+        self.published_s: list[float] = []
+        """Time at which each version was published."""
+        self.decisions: list[int] = []
+        """Decisions of each batch."""
+        self.ages = Counter[int]()
+        """{versions between admission and training: groups}"""
+        self.train_busy_s = 0.0
         self.clock = EventClock()
         self._slower = 1.0 if run.num_cores >= 1 else 1.0 / run.num_cores
         cores = max(1, min(run.num_slots, math.floor(run.num_cores)))
@@ -277,15 +254,14 @@ class EpisodeSimulation:
         self._ready: list[_Group] = []
         self._training: list[_Group] = []
         self._next_number = 0
-        self._version = self._decisions = 0
+        self._version = 0
 
-    def simulate(self, num_versions: int) -> EpisodeOutcome:
+    def simulate(self, num_versions: int) -> Self:
         """Run the cell until `num_versions` are published."""
         self._admit()
         finished = self.clock.run(lambda: self._version >= num_versions)
         assert finished, "nothing is left to happen and no batch is full: the model has deadlocked"
-        self.outcome.env_busy_s, self.outcome.act_busy_s = self.cores.busy_s, self.devices.busy_s
-        return self.outcome
+        return self
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -320,40 +296,28 @@ class EpisodeSimulation:
 
     # ---- trainer ----------------------------------------------------------------------------------------------------
 
-    def _choose(self) -> list[_Group] | None:
-        """The oldest ready groups, if taking them leaves no group that must grow too old."""
+    def _train_when_full(self) -> None:
+        """Train on the oldest ready groups, if taking them leaves no group that must grow too old."""
         run, version = self.run, self._version
-        if len(self._ready) < run.groups_per_batch:
-            return None
+        if self._training or len(self._ready) < run.groups_per_batch:
+            return
         self._ready.sort(key=lambda group: (group.version, group.number))
         chosen, kept = self._ready[: run.groups_per_batch], self._ready[run.groups_per_batch :]
         rest = [group.version for group in (*kept, *self._unfinished.values())]
         for later in range(run.max_staleness + 1):
             # Later batches can consume this many of the rest before it is too old.
             if sum(v <= version - run.max_staleness + later for v in rest) > later * run.groups_per_batch:
-                return None
-        return chosen
-
-    def _train_when_full(self) -> None:
-        if self._training or (chosen := self._choose()) is None:
-            return
-        run = self.run
-        self._training = chosen
-        numbers = {group.number for group in chosen}
-        self._ready = [group for group in self._ready if group.number not in numbers]
-        decisions = sum(group.decisions for group in chosen)
-        self.outcome.decisions.append(decisions)
-        for group in chosen:
-            age = self._version - group.version
-            self.outcome.ages[age] = self.outcome.ages.get(age, 0) + 1
-        self._decisions = decisions
+                return
+        self._training, self._ready = chosen, kept
+        self.decisions.append(sum(group.decisions for group in chosen))
+        self.ages.update(version - group.version for group in chosen)
         self.devices.resize(run.devices_while_training, self._train)
 
     def _train(self) -> None:
         """Start training: the devices that it needs are free."""
         run = self.run
-        seconds = run.train_s(self._decisions)
-        self.outcome.train_busy_s += seconds
+        seconds = run.train_s(self.decisions[-1])
+        self.train_busy_s += seconds
         changing = run.switch_s if run.devices_while_training < run.num_devices else 0.0
         self.clock.after(seconds + changing, self._trained)
 
@@ -362,7 +326,7 @@ class EpisodeSimulation:
 
     def _published(self) -> None:
         self._version += 1
-        self.outcome.published_s.append(self.clock.now_s)
+        self.published_s.append(self.clock.now_s)
         self._training = []
         self.devices.resize(self.run.num_devices)
         self._admit()

@@ -45,7 +45,7 @@ def workload(**changes: Any) -> WorkloadConfig:
 
 def constant(step_s: float, act_s: float, num_rounds: int, num_stages: int, *, shared: bool = False) -> float:
     shape = (1, num_rounds, num_stages)
-    return float(pipelined_rollout(np.full(shape, step_s), np.full(shape, act_s), shared=shared).seconds[0])
+    return float(pipelined_rollout(np.full(shape, step_s), np.full(shape, act_s), shared=shared)[0])
 
 
 @pytest.mark.parametrize(("step_s", "act_s"), [(3.0, 2.0), (1.0, 4.0), (2.0, 2.0)])
@@ -77,7 +77,7 @@ def test_random_times_agree_with_the_event_simulation(num_stages: int) -> None:
         env.put((stage, 0))
     clock.run(lambda: len(finished) == num_stages)
     # Stages are served in turns there and first come, first served here: in a ring of two stations that is the same order.
-    assert pipelined_rollout(step_s, act_s, shared=False).seconds[0] == pytest.approx(clock.now_s)
+    assert pipelined_rollout(step_s, act_s, shared=False)[0] == pytest.approx(clock.now_s)
 
 
 def test_steps_of_a_stage() -> None:
@@ -179,8 +179,8 @@ def test_synchronous_episodes_by_hand() -> None:
     assert outcome.published_s == pytest.approx([10.75, 21.5, 32.25])
     assert outcome.decisions == [12, 12, 12]
     assert outcome.ages == {0: 6}
-    assert outcome.act_busy_s == pytest.approx(3 * 3 * 0.5)
-    assert outcome.env_busy_s == pytest.approx(3 * 4 * 3 * 1.0)
+    assert outcome.devices.busy_s == pytest.approx(3 * 3 * 0.5)
+    assert outcome.cores.busy_s == pytest.approx(3 * 4 * 3 * 1.0)
 
 
 def test_asynchronous_episodes_take_as_long_as_the_slower_side() -> None:
@@ -349,7 +349,7 @@ def test_processes_that_sleep_take_as_long_as_simulated(num_stages: int) -> None
     """A service counts from when station and job were both there, so that it holds what a busy machine adds: messages, late awakenings."""
     rng, rounds = np.random.default_rng(5), 12
     step_s, act_s = (0.03 * rng.lognormal(0, 0.4, (rounds, num_stages)) for _ in range(2))
-    expected = float(pipelined_rollout(step_s[None], act_s[None], shared=False).seconds[0])
+    expected = float(pipelined_rollout(step_s[None], act_s[None], shared=False)[0])
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
     processes = [
@@ -387,4 +387,4 @@ def test_processes_that_sleep_take_as_long_as_simulated(num_stages: int) -> None
     assert (took[env] >= step_s - 1e-6).all()
     assert (took[act] >= act_s - 1e-6).all()
     assert expected <= measured + 1e-6
-    assert measured == pytest.approx(float(pipelined_rollout(took[env][None], took[act][None], shared=False).seconds[0]), abs=1e-6)
+    assert measured == pytest.approx(float(pipelined_rollout(took[env][None], took[act][None], shared=False)[0]), abs=1e-6)
