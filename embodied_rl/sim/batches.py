@@ -25,7 +25,6 @@ class SlotViews:
     """A set of slots, ascending. A contiguous range gives views, made once; scattered slots give copies, made by each call."""
 
     def __init__(self, pool: WorkerPool, slots: range | np.ndarray, chunk_size: int) -> None:
-        assert pool.slab is not None, "the manager is closed"
         self.pool, self.slots, self._chunk_size = pool, slots, chunk_size
         self._arrays = pool.slab.arrays
         self._is_range = isinstance(slots, range)
@@ -175,7 +174,6 @@ class SlotViews:
 
     def _summary(self, slot: int) -> EpisodeSummary:
         arrays = self._arrays
-        assert self.pool.slab is not None
         return EpisodeSummary(
             slot=slot,
             index=int(arrays["episode_index"][slot]),

@@ -132,7 +132,7 @@ class EpisodeLog:
 
     def actions(self, slot: int) -> list[Any]:
         """Messages to a slot since its base, oldest first."""
-        own = [actions[_position(slots, slot)] for slots, actions in self._log[self._start[slot] - self._offset :] if _holds(slots, slot)]
+        own = [actions[row] for slots, actions in self._log[self._start[slot] - self._offset :] for row in _rows(slots, slot)]
         return [*self.prior[slot], *own]
 
     def point(self, slot: int) -> tuple[int, int]:
@@ -165,16 +165,8 @@ class EpisodeLog:
     def snapshot(self, slot: int, mark: int, observation: Mapping[str, Any], task: str, chunk_size: int) -> Snapshot:
         """The slot's episode as `mark` and `observation` show it."""
         item = self.resume_item(slot, mark, observation, abort=False, cautious=False)
-        return Snapshot(
-            task=task,
-            chunk_size=chunk_size,
-            stream=self.streams[slot],
-            index=item["index"],
-            base=item["base"],
-            options=item["options"],
-            actions=tuple(item["actions"]),
-            observation=observation,
-        )
+        stream, actions = self.streams[slot], tuple(item["actions"])
+        return Snapshot(task, chunk_size, stream, item["index"], item["base"], item["options"], actions, observation)
 
     def _trim(self) -> None:
         """Forget actions that no running episode needs."""
@@ -187,9 +179,8 @@ class EpisodeLog:
         self._trim_at = len(self._log) + min(max(len(self._log), _TRIM_AT), _TRIM_LATEST)
 
 
-def _holds(slots: Sequence[int] | np.ndarray, slot: int) -> bool:
-    return bool(slot in slots) if isinstance(slots, range) else bool(np.any(np.asarray(slots) == slot))
-
-
-def _position(slots: Sequence[int] | np.ndarray, slot: int) -> int:
-    return slots.index(slot) if isinstance(slots, range) else int(np.flatnonzero(np.asarray(slots) == slot)[0])
+def _rows(slots: Sequence[int] | np.ndarray, slot: int) -> list[int]:
+    """Row of a slot in a message, if it is there."""
+    if isinstance(slots, range):
+        return [slot - slots.start] if slot in slots else []
+    return np.flatnonzero(np.asarray(slots) == slot).tolist()

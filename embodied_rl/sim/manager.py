@@ -77,7 +77,7 @@ class EnvManager(WorkerSimulators):
             spare_workers: workers built ahead, each ready to replace a failed one at once.
             step_timeout_s: a worker that makes no progress in a step for this long has failed.
             start_timeout_s: the same for building and restoring.
-            reset_timeout_s: the same for `reset`; None: ten times the longest seen (see `LearnedPatience`), at most start_timeout_s.
+            reset_timeout_s: the same for `reset`; None: ten times the longest seen (see `Patience`), at most start_timeout_s.
         """
         workers = worker_pool_size(num_workers, num_slots)
         plan = WorkerPoolPlan(
@@ -187,7 +187,6 @@ class EnvManager(WorkerSimulators):
         """Start new episodes with the given seeds in these slots, and drop the running ones; never waits. `recv` then returns the slots as
         after a step, with the first observation, reward 0 and no end. Raises ValueError: a slot that is still stepping."""
         pool = self._live_pool()
-        assert pool.slab is not None, "the manager is closed"
         ordered, chosen = ascending(slots, seeds)
         views = self._views.of(ordered)
         if PENDING in views.marks():

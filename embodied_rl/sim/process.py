@@ -245,33 +245,20 @@ _FIRST_FLOOR_S = 60.0
 
 
 class Patience:
-    """Constant timeout for answers."""
+    """Timeout for answers: `longest_s`. With `built_s`, the seconds that building the simulators took, it is learned from earlier answers:
+    ten times the longest (before the first: of `built_s`), at least 20 s (60 s until each of `num_workers` has answered)."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, longest_s: float, num_workers: int = 0, built_s: float | None = None) -> None:
+        self._most_s, self._num_workers, self._built_s = longest_s, num_workers, built_s
+        self._seen, self._longest_s = 0, 0.0
 
     def limit_s(self) -> float:
         """Seconds after a request when its answer is late."""
-        return self._limit_s
+        if self._built_s is None:
+            return self._most_s
+        floor = _FLOOR_S if self._seen >= self._num_workers else _FIRST_FLOOR_S
+        return min(self._most_s, max(floor, _FACTOR * (self._longest_s if self._seen else self._built_s)))
 
     def took(self, seconds: float) -> None:
         """Record that an answer took `seconds`."""
-
-
-class LearnedPatience(Patience):
-    """Timeout learned from earlier answers: ten times the longest, at least 20 s (60 s until each worker has answered), at most
-    `ceiling_s`.
-
-    Until the first answer, `built_s`, the seconds that building the simulators took, replaces the longest.
-    """
-
-    def __init__(self, ceiling_s: float, num_workers: int, built_s: float) -> None:
-        super().__init__(ceiling_s)
-        self._num_workers, self._seen, self._longest_s, self._built_s = num_workers, 0, 0.0, built_s
-
-    def limit_s(self) -> float:
-        floor = _FLOOR_S if self._seen >= self._num_workers else _FIRST_FLOOR_S
-        return min(self._limit_s, max(floor, _FACTOR * (self._longest_s if self._seen else self._built_s)))
-
-    def took(self, seconds: float) -> None:
         self._seen, self._longest_s = self._seen + 1, max(self._longest_s, seconds)

@@ -443,6 +443,9 @@ class SlotRunner:
 
     # ---- snapshots and recovery -------------------------------------------------------------------------------------
 
+    def render(self, env_id: int) -> np.ndarray:
+        return np.ascontiguousarray(self.sim.render(env_id), np.uint8)
+
     def snapshot(self, env_id: int) -> dict[str, Any]:
         """The simulator's own state and the counters of the running episode."""
         data = self.sim.snapshot(env_id)

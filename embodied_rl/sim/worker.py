@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import apply_placement, limit_threads
@@ -95,13 +93,10 @@ class Worker:
                 self.current = runner
                 runner.reset_all(EpisodeSeeds.from_dict(message["seeds"]), message["seed_round"], message["reconfigure"])
             self.channel.answer({"kind": "done"})
-        elif operation == "render":
-            runner = self._of(message["slot"])
-            frame = np.ascontiguousarray(runner.sim.render(message["slot"] - runner.start), np.uint8)
-            self.channel.answer({"kind": "done", "shape": frame.shape}, frame.tobytes())
-        elif operation == "snapshot":
-            states = [self._of(slot).snapshot(slot - self.current.start) for slot in message["slots"]]
-            self.channel.answer({"kind": "done"}, encode_state(states))
+        elif operation in ("render", "snapshot"):
+            read = SlotRunner.render if operation == "render" else SlotRunner.snapshot
+            values = [read(self._of(slot), slot - self.current.start) for slot in message["slots"]]
+            self.channel.answer({"kind": "done", "slots": message["slots"]}, encode_state(values))
         elif operation == "resume":
             drift: dict[str, float | None] = {}
             for item in decode_state(payload):

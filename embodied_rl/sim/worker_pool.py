@@ -16,7 +16,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, available_cores
 from embodied_rl.sim.factory import SimFactory
-from embodied_rl.sim.process import LearnedPatience, Patience, WorkerProcess, done
+from embodied_rl.sim.process import WorkerProcess, done
 from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, memory_of, slab_layout
 from embodied_rl.sim.variable_length import VariableLengthBuffers
 from embodied_rl.types import SimSpec, VariableSpec
@@ -48,12 +48,6 @@ class WorkerPoolPlan:
         for name in ("num_slots", "num_workers", "num_groups", "chunk_size", "max_episode_steps"):
             if (count := vars(self)[name]) is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}.")
-
-    def reset_patience(self, built_s: float) -> Patience:
-        """Timeout for a reset of all slots, if building the simulators took `built_s`."""
-        if self.reset_timeout_s is not None:
-            return Patience(self.reset_timeout_s)
-        return LearnedPatience(self.start_timeout_s, self.num_workers, built_s)
 
     @property
     def runs(self) -> list[list[range]]:
@@ -109,7 +103,8 @@ class WorkerPool:
         """Seconds from the start of the processes until all had built their simulators."""
         self._spins = plan.num_workers < available_cores()
         """Whether each waiting process, the manager included, can have its own core."""
-        self.slab: Slab | None = None
+        self.has_slab = False
+        self.slab: Slab
         self.spec: SimSpec
         self._processes = processes
 
@@ -135,7 +130,7 @@ class WorkerPool:
             raise UserError(
                 f"{layout.num_bytes / 2**20:.0f} MiB of shared memory cannot be had: {error}. Fewer sim.num_slots need less."
             ) from error
-        arrays = self.slab.arrays
+        self.has_slab, arrays = True, self.slab.arrays
         arrays["stepping"][:] = -1
         self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])
         self.doorbell = Doorbell(arrays["manager_doorbell"], arrays["manager_waiting"], MANAGER_YIELDS, spins=self._spins)
@@ -167,7 +162,6 @@ class WorkerPool:
 
         `awaits_resume`: slots may be marked already, and the worker must not step them before it has resumed their episodes.
         """
-        assert self.slab is not None, "finish() comes first"
         plan, worker = self.plan, self.workers[index]
         assignment = {
             "worker": index,
@@ -186,7 +180,7 @@ class WorkerPool:
 
     def replace(self, index: int) -> bool:
         """Replace a worker that is gone. Returns True if the new one was a spare, whose simulator is built or being built."""
-        sizes = self._sizes(index)
+        sizes = [len(run) for run in self.runs[index]]
         for spare in self.spares:
             if spare.num_envs == sizes and spare.alive():
                 self.spares.remove(spare)
@@ -201,9 +195,8 @@ class WorkerPool:
         """End a failed worker, which then writes nothing more, and clear its words in the slab."""
         self.workers[index].kill()
         self._forget(self.workers[index])
-        if self.slab is not None:
-            for name in ("worker_waiting", "control_pending", "failed"):
-                self.slab.arrays[name][index] = 0
+        for name in ("worker_waiting", "control_pending", "failed"):
+            self.slab.arrays[name][index] = 0
 
     def refill_spares(self) -> None:
         """Start spares up to the planned number."""
@@ -225,18 +218,15 @@ class WorkerPool:
     def close(self) -> None:
         """End all processes and release the memory."""
         self.stop()
-        if self.slab is not None:
+        if self.has_slab:
             self.slab.close()
-            self.slab = None
 
     def observation(self, slot: int) -> dict[str, Any]:
         """Copy of a slot's observation, parts of varying size included."""
-        assert self.slab is not None
         rows = {key: self.slab.arrays[f"observation/{key}"][slot].copy() for key in self.spec.tensors}
         return rows | {key: self.slab.buffers(f"observation/{key}", buffer).read(slot) for key, buffer in self.spec.variables.items()}
 
     def action_buffers(self) -> VariableLengthBuffers:
-        assert self.slab is not None
         return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))
 
     def _forget(self, worker: WorkerProcess) -> None:
@@ -244,10 +234,6 @@ class WorkerPool:
         worker.close()
         if worker in self._processes:
             self._processes.remove(worker)
-
-    def _sizes(self, index: int) -> list[int]:
-        """Number of environments in each run of a worker."""
-        return [len(run) for run in self.runs[index]]
 
     def _placement(self, index: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """(cores, memory nodes) of a worker."""
@@ -257,7 +243,7 @@ class WorkerPool:
         """Start a process. A spare moves to its cores once it has its index."""
         setup = {
             "factory": dataclasses.asdict(self.factory),
-            "num_envs": self._sizes(index),
+            "num_envs": [len(run) for run in self.runs[index]],
             "placement": None if spare else self._placement(index),
         }
         worker = WorkerProcess(index, setup)

@@ -202,7 +202,7 @@ class Supervisor:
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     def _watch(self, index: int, watch: _Watch, now: float, check_memory: bool) -> None:
-        worker, arrays = self.pool.workers[index], self._arrays()
+        worker, arrays = self.pool.workers[index], self.pool.slab.arrays
         worker.check(bool(arrays["failed"][index, 0]))
         state = self.pool.state
         progress = self._progress(index)
@@ -272,7 +272,7 @@ class Supervisor:
         watch, worker = self._watches[index], self.pool.workers[index]
         if fault.kind in self.policy.stop_on:
             raise fault
-        arrays = self._arrays()
+        arrays = self.pool.slab.arrays
         progress = self._progress(index)
         if not arrays["progress"][:, 0].any() and fault.kind in _AT_ONCE:
             raise fault
@@ -301,7 +301,7 @@ class Supervisor:
         it was stepping none, and no episode is to blame.
         """
         slots, watch = self.pool.slots_of[index], self._watches[index]
-        single = int(self._arrays()["stepping"][index, 0])
+        single = int(self.pool.slab.arrays["stepping"][index, 0])
         if single >= 0:
             return [single]
         if waiting := [slot for slot in fault.slots if slot in slots]:
@@ -327,11 +327,11 @@ class Supervisor:
                 doomed.add(slot)
         watch.aborts += bool(doomed & set(culprits))
         self._to_abort |= doomed
-        self._arrays()["stepping"][index, 0] = -1
+        self.pool.slab.arrays["stepping"][index, 0] = -1
 
     def _resume_items(self, index: int) -> list[dict[str, Any]]:
         faulty = bool(self._watches[index].open_faults)
-        begin, items = self._arrays()["begin"], []
+        begin, items = self.pool.slab.arrays["begin"], []
         for slot in self.pool.slots_of[index]:
             mark = self.pool.state[slot]
             assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
@@ -348,17 +348,13 @@ class Supervisor:
 
     def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
         # Set before the message, because the worker reads a message that exceeds the socket's buffer only once this is set.
-        self._arrays()["control_pending"][index, 0] = 1
+        self.pool.slab.arrays["control_pending"][index, 0] = 1
         self.pool.doorbells[index].ring()
         self.pool.workers[index].request(message, payload)
 
     def _progress(self, index: int) -> int:
         """Batches of slots that this worker index has stepped; a replacement continues the count."""
-        return int(self._arrays()["progress"][index, 0])
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        assert self.pool.slab is not None, "the manager is closed"
-        return self.pool.slab.arrays
+        return int(self.pool.slab.arrays["progress"][index, 0])
 
 
 def read_drift(message: Mapping[str, Any], payload: bytes) -> dict[int, float | None]:
@@ -453,7 +449,7 @@ class WorkerSimulators(Simulators):
             self.trials = None
 
     def _take_pool(self, pool: WorkerPool) -> None:
-        if pool.slab is None:
+        if not pool.has_slab:
             try:
                 pool.finish()
             except BaseException:
@@ -462,7 +458,11 @@ class WorkerSimulators(Simulators):
         self._pool, self.spec = pool, pool.spec
         self._episode_log = EpisodeLog(self.num_slots, keep_actions=self.spec.snapshots != "none")
         self._supervisor = Supervisor(pool, self._policy, self._episode_log, self._records)
-        self._resets = {reconfigure: self._plan.reset_patience(pool.built_s) for reconfigure in (False, True)}
+        fixed_s = self._plan.reset_timeout_s
+        self._resets = [
+            Patience(self._plan.start_timeout_s, self.num_workers, pool.built_s) if fixed_s is None else Patience(fixed_s) for _ in range(2)
+        ]
+        """Timeouts of plain resets and of those that reconfigure."""
         self.last_drift = {}
         self._views = ViewsOfSlots(pool, self.num_slots, self.chunk_size)
         self._all = self._views.of(range(self.num_slots))
@@ -487,12 +487,7 @@ class WorkerSimulators(Simulators):
         frames: dict[int, np.ndarray] = {}
         while left := [int(slot) for slot in slots if int(slot) not in frames]:
             turn = {int(pool.worker_of[slot]): slot for slot in reversed(left)}  # the first slot of each worker
-            requests: dict[int, tuple[dict[str, Any], bytes]] = {
-                index: ({"operation": "render", "slot": slot}, b"") for index, slot in turn.items()
-            }
-            patience = Patience(max(self._plan.step_timeout_s, 60.0))
-            drawn = self._supervisor.command(requests, patience, "render", _read_frame)
-            frames |= {slot: drawn[index] for index, slot in turn.items()}
+            frames |= self._ask("render", list(turn.values()), max(self._plan.step_timeout_s, 60.0))
         return [frames[int(slot)] for slot in slots]
 
     # ---- snapshots and offload --------------------------------------------------------------------------------------
@@ -562,16 +557,22 @@ class WorkerSimulators(Simulators):
 
     def _rebase(self, slots: Sequence[int]) -> None:
         pool = self._live_pool()
+        for slot, state in self._ask("snapshot", slots, self._plan.start_timeout_s).items():
+            if pool.state[slot] <= READY:  # else the next episode has just begun; its seed is enough
+                self._episode_log.rebase(slot, {"sim": state["sim"], "counters": state["counters"], "observation": pool.observation(slot)})
+
+    def _ask(self, operation: str, slots: Sequence[int], timeout_s: float) -> dict[int, Any]:
+        """{slot: what its worker answers}, from all workers in parallel."""
         wanted: dict[int, list[int]] = {}
-        for slot in slots:
-            wanted.setdefault(int(pool.worker_of[slot]), []).append(slot)
-        requests = {index: ({"operation": "snapshot", "slots": own}, b"") for index, own in wanted.items()}
-        answers = self._supervisor.command(requests, Patience(self._plan.start_timeout_s), "save its state", _read_states)
-        for index, own in wanted.items():
-            for slot, state in zip(own, answers[index], strict=True):
-                if pool.state[slot] > READY:
-                    continue  # the next episode has just begun; its seed is enough
-                self._episode_log.rebase(slot, {**state, "observation": pool.observation(slot)})
+        for slot in dict.fromkeys(map(int, slots)):
+            wanted.setdefault(int(self._live_pool().worker_of[slot]), []).append(slot)
+        requests = {index: ({"operation": operation, "slots": own}, b"") for index, own in wanted.items()}
+
+        def read(message: dict[str, Any], payload: bytes) -> dict[int, Any]:
+            return dict(zip(message["slots"], decode_state(payload), strict=True))
+
+        answers = self._supervisor.command(requests, Patience(timeout_s), operation, read)
+        return {slot: value for own in answers.values() for slot, value in own.items()}
 
     def _require_snapshots(self) -> None:
         if self.spec.snapshots == "none":
@@ -627,23 +628,12 @@ class WorkerSimulators(Simulators):
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
         """Copies of the slab's observation, action and reward for these slots; works after a fault too, for a dump."""
         assert self._pool is not None, "the manager is closed"
-        assert self._pool.slab is not None, "the manager is closed"
         arrays = self._pool.slab.arrays
         names = [name for name in arrays if name.startswith("observation/") or name in ("action", "reward")]
         return {name: arrays[name][list(slots)].copy() for name in names}
 
     def worker_pids(self) -> list[int]:
         return [worker.pid for worker in self._live_pool().workers]
-
-
-def _read_frame(message: Mapping[str, Any], payload: bytes) -> np.ndarray:
-    height, width, *colours = message["shape"]
-    return np.frombuffer(payload, np.uint8).reshape(height, width, *colours)
-
-
-def _read_states(message: Mapping[str, Any], payload: bytes) -> list[dict[str, Any]]:
-    """Decode the answer with each requested slot's simulator state and counters."""
-    return [{"sim": state["sim"], "counters": dict(state["counters"])} for state in decode_state(payload)]
 
 
 assert os.name == "posix", "embodied_rl needs Linux or macOS (on Windows: WSL 2)"

@@ -462,10 +462,10 @@ def test_a_worker_that_is_stopped_in_its_very_first_reset_is_found_long_before_t
 
 
 def test_patience_is_learned_from_the_longest() -> None:
-    learned = process.LearnedPatience(180.0, num_workers=2, built_s=3.0)
+    learned = process.Patience(180.0, num_workers=2, built_s=3.0)
     assert learned.limit_s() == 60.0
-    assert process.LearnedPatience(180.0, num_workers=2, built_s=9.0).limit_s() == 90.0
-    assert process.LearnedPatience(180.0, num_workers=2, built_s=30.0).limit_s() == 180.0
+    assert process.Patience(180.0, num_workers=2, built_s=9.0).limit_s() == 90.0
+    assert process.Patience(180.0, num_workers=2, built_s=30.0).limit_s() == 180.0
     learned.took(0.5)
     assert learned.limit_s() == 60.0, "one of two may have built what the other waits for"
     learned.took(0.1)
@@ -475,4 +475,4 @@ def test_patience_is_learned_from_the_longest() -> None:
     assert learned.limit_s() == 35.0
     learned.took(40.0)
     assert learned.limit_s() == 180.0
-    assert process.LearnedPatience(5.0, num_workers=1, built_s=0.1).limit_s() == 5.0
+    assert process.Patience(5.0, num_workers=1, built_s=0.1).limit_s() == 5.0
