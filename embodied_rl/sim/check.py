@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from embodied_rl.errors import UserError
 from embodied_rl.sim.checks import rows, seeds
 from embodied_rl.sim.checks.episodes import Failed, Part, Player, Session, Skipped, Trajectory, random_actions
@@ -221,7 +223,8 @@ def _play_elsewhere(
         raise Skipped(factory)
     try:
         made = {**vars(factory), "kwargs": dict(factory.kwargs)}
-        request = encode_state((made, num_envs, {i: part.to_dict() for i, part in parts.items()}, num_steps, options, snapshot))
+        asked = {i: (part.seed, part.actions.tolist(), str(part.actions.dtype)) for i, part in parts.items()}
+        request = encode_state((made, num_envs, asked, num_steps, options, snapshot))
     except SnapshotError as error:
         raise Skipped(f"the simulator's arguments cannot be sent to a new process: {error}") from error
     with tempfile.TemporaryDirectory(prefix="check_sim-") as name:
@@ -245,7 +248,7 @@ def _play_elsewhere(
 def _answer(folder: Path) -> None:
     """The new interpreter's side of `_play_elsewhere`."""
     factory, num_envs, asked, num_steps, options, snapshot = decode_state((folder / "request").read_bytes())
-    sim, parts = SimFactory(**factory).make(num_envs), {i: Part.from_dict(part) for i, part in asked.items()}
+    sim, parts = SimFactory(**factory).make(num_envs), {i: Part(seed, np.array(rows, kind)) for i, (seed, rows, kind) in asked.items()}
     player = Player(sim, num_envs)
     if snapshot is None:
         played = player.play(parts, num_steps, options)

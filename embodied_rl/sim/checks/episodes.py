@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,23 +29,13 @@ class Part:
     actions: np.ndarray
     """[T, A] in the simulator's units, or an object array [T] of `str`."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "actions": self.actions.tolist(), "dtype": str(self.actions.dtype)}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Part:
-        # A float32 survives JSON: it becomes a float64, whose decimal form is exact.
-        return Part(int(data["seed"]), np.array(data["actions"], dtype=data["dtype"]))
-
 
 @dataclass
 class Trajectory:
     """Everything that one environment put out. Observations begin with the reset's, or, after a restore, with the first step's."""
 
     observation: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """{key: [rows]} of parts of fixed size."""
-    variables: dict[str, list[str]] = field(default_factory=dict)
-    """{key: [canonical text]} of parts of varying size; see `canonical`."""
+    """{key: [rows]}; of parts of varying size, see `_canonical`."""
     scalars: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in SCALARS})
     """{reward, terminated, truncated, success: one per step}."""
 
@@ -61,21 +51,16 @@ class Trajectory:
     def tail(self, steps: int) -> Trajectory:
         """Steps after the first `steps`, as a restored environment shows them."""
         return Trajectory(
-            {key: rows[steps + 1 :] for key, rows in self.observation.items()},
-            {key: rows[steps + 1 :] for key, rows in self.variables.items()},
-            {name: values[steps:] for name, values in self.scalars.items()},
+            {key: rows[steps + 1 :] for key, rows in self.observation.items()}, {name: rows[steps:] for name, rows in self.scalars.items()}
         )
 
     def flat(self, row: int) -> np.ndarray:
-        """[D] float64: all numbers of one observation."""
-        return np.concatenate(
-            [np.zeros(0), *(np.asarray(self.observation[key][row], np.float64).ravel() for key in sorted(self.observation))]
-        )
+        """[D] float64: all numbers of one observation, in parts of fixed size."""
+        parts = [rows[row] for _, rows in sorted(self.observation.items())]
+        return np.concatenate([np.zeros(0), *(part.astype(np.float64).ravel() for part in parts if part.dtype.kind != "S")])
 
     def same_observation(self, row: int, other: Trajectory, other_row: int) -> bool:
-        return all(rows[row].tobytes() == other.observation[key][other_row].tobytes() for key, rows in self.observation.items()) and all(
-            rows[row] == other.variables[key][other_row] for key, rows in self.variables.items()
-        )
+        return all(rows[row].tobytes() == other.observation[key][other_row].tobytes() for key, rows in self.observation.items())
 
 
 @dataclass(frozen=True)
@@ -96,23 +81,14 @@ class Difference:
 def difference(expected: Trajectory, actual: Trajectory, first_step: int = 0) -> Difference | None:
     """Compare bit by bit; None if nothing differs. `first_step`: number of the first observation."""
     found: list[tuple[int, str]] = []
-    drift = 0.0
-    for key, rows in expected.observation.items():
-        others = actual.observation[key]
+    drift, shift = 0.0, max(first_step, 1)
+    pairs = [(f"observation '{key}'", first_step, rows, actual.observation[key]) for key, rows in expected.observation.items()]
+    pairs += [(f"'{name}'", shift, rows, actual.scalars[name]) for name, rows in expected.scalars.items()]
+    for what, first, rows, others in pairs:
         both = list(zip(rows, others, strict=False))
         if parted := [row for row, (a, b) in enumerate(both) if a.tobytes() != b.tobytes()]:
-            found.append((first_step + parted[0], f"observation '{key}'"))
-            drift = max(drift, *(_distance(*both[row]) for row in parted))
-    for key, texts in expected.variables.items():
-        if parted := [row for row, (a, b) in enumerate(zip(texts, actual.variables[key], strict=False)) if a != b]:
-            found.append((first_step + parted[0], f"observation '{key}'"))
-            drift = np.inf
-    shift = max(first_step, 1)
-    for name, values in expected.scalars.items():
-        both = list(zip(np.asarray(values), np.asarray(actual.scalars[name]), strict=False))
-        if parted := [row for row, (a, b) in enumerate(both) if a.tobytes() != b.tobytes()]:
-            found.append((shift + parted[0], f"'{name}'"))
-            if name == "reward":
+            found.append((first + parted[0], what))
+            if what.startswith("observation") or what == "'reward'":
                 drift = max(drift, *(_distance(*both[row]) for row in parted))
     if not found and expected.num_steps != actual.num_steps:
         return Difference(f"the length, {actual.num_steps} steps instead of {expected.num_steps},", shift + actual.num_steps, drift)
@@ -123,14 +99,17 @@ def difference(expected: Trajectory, actual: Trajectory, first_step: int = 0) ->
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    if a.dtype.kind == "S":
+        return math.inf
     return float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
 
 
-def canonical(value: PartValue) -> str:
-    """Text form of a value of varying size; texts are equal exactly if the values are."""
+def _canonical(value: PartValue) -> np.ndarray:
+    """A value of varying size as one byte string; these are equal exactly if the values are."""
     if isinstance(value, np.ndarray):
-        return f"{value.dtype.str}{value.shape}{base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()}"
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+        return np.array(f"{value.dtype.str}{value.shape}".encode() + value.tobytes() + b"=")
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+    return np.array(text.encode("utf-8", "surrogatepass") + b"=")  # numpy drops zeros at the end
 
 
 def random_actions(spec: SimSpec, num_steps: int, seed: int) -> np.ndarray:
@@ -178,7 +157,8 @@ class Player:
         chosen = dict(parts)
         if self.sim.spec.steps_together:
             length = len(next(iter(parts.values())).actions)
-            chosen |= {i: companion(self.sim.spec, i, length) for i in range(self.num_envs) if i not in chosen}
+            others = {i: 900_001 + i for i in range(self.num_envs) if i not in chosen}
+            chosen |= {i: Part(seed, random_actions(self.sim.spec, length, seed)) for i, seed in others.items()}
         self._parts, self._position = chosen, dict.fromkeys(chosen, 0)
         if self._before is not None:
             self._before(self.out)
@@ -192,7 +172,7 @@ class Player:
         """Record an environment that was restored after `position` steps of `part`; forget the others."""
         self._parts = {**(self._parts if self.sim.spec.steps_together else {}), env_id: part}
         self._position[env_id] = position
-        self.trajectories = {env_id: Trajectory({key: [] for key in self.sim.spec.tensors}, {key: [] for key in self.sim.spec.variables})}
+        self.trajectories = {env_id: Trajectory({key: [] for key in self.sim.spec.observation})}
         self._live = dict(self.trajectories)
 
     def run(self, num_steps: int) -> dict[int, Trajectory]:
@@ -224,25 +204,15 @@ class Player:
                     values.append(self.out.scalars[name][i].copy())
                 self._record_observation(i, trajectory)
         if self.sim.spec.steps_together:
-            self._restart_the_others(ids)
-
-    def _restart_the_others(self, ids: list[int]) -> None:
-        """Restart finished episodes if all environments are stepped together, as a manager would."""
-        over = [i for i in ids if self.out.terminated[i] or self.out.truncated[i]]
-        waits = any(not t.ended for t in self._live.values())
-        if over and waits:
-            self.sim.reset(over, [self._parts[i].seed for i in over], self.out)
+            # Restart finished episodes, as a manager would.
+            over = [i for i in ids if self.out.terminated[i] or self.out.truncated[i]]
+            if over and any(not t.ended for t in self._live.values()):
+                self.sim.reset(over, [self._parts[i].seed for i in over], self.out)
 
     def _record_observation(self, i: int, trajectory: Trajectory) -> None:
-        for key in self.sim.spec.tensors:
-            trajectory.observation.setdefault(key, []).append(np.array(self.out.observation[key][i]))
-        for key in self.sim.spec.variables:
-            trajectory.variables.setdefault(key, []).append(canonical(self.out.observation[key][i]))
-
-
-def companion(spec: SimSpec, env_id: int, num_steps: int) -> Part:
-    """A `Part` for an environment that only accompanies others."""
-    return Part(900_001 + env_id, random_actions(spec, num_steps, 900_001 + env_id))
+        for key, rows in self.out.observation.items():
+            row = _canonical(rows[i]) if key in self.sim.spec.variables else np.array(rows[i])
+            trajectory.observation.setdefault(key, []).append(row)
 
 
 # ---- shared by all checks ---------------------------------------------------------------------------------------------
@@ -254,18 +224,6 @@ class Failed(Exception):
 
 class Skipped(Exception):
     """A property cannot be checked; the message says why."""
-
-
-class Elsewhere(Protocol):
-    """Plays in a new process; raises Skipped if that is impossible."""
-
-    def __call__(
-        self,
-        parts: Mapping[int, Part],
-        num_steps: int,
-        options: Mapping[str, Any] | None = None,
-        snapshot: tuple[bytes, int] | None = None,
-    ) -> dict[int, Trajectory]: ...
 
 
 class Session:
@@ -282,8 +240,9 @@ class Session:
         continuation_steps: int,
         longest_episode: int,
         seed: int,
-        elsewhere: Elsewhere,
+        elsewhere: Callable[..., dict[int, Trajectory]],
     ) -> None:
+        """`elsewhere`: see `embodied_rl.sim.check._play_elsewhere`, whose first arguments are bound."""
         self.build, self.num_envs, self.steps, self.seed = build, num_envs, steps, seed
         self.continuation_steps, self.longest_episode = continuation_steps, longest_episode
         self.elsewhere = elsewhere

@@ -228,11 +228,7 @@ def _read(episode: Trajectory) -> Trajectory:
     made = [step - step % EVERY for step in range(episode.num_steps + 1)]
     if episode.ended:
         made[-1] = episode.num_steps
-    return Trajectory(
-        {key: [rows[step] for step in made] for key, rows in episode.observation.items()},
-        {key: [rows[step] for step in made] for key, rows in episode.variables.items()},
-        episode.scalars,
-    )
+    return Trajectory({key: [rows[step] for step in made] for key, rows in episode.observation.items()}, episode.scalars)
 
 
 # ---- episodes resume as the spec says: each check returns a line, or raises `Failed` or `Skipped` -----------------------------
