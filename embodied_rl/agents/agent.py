@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest, tool_calls, tools_text
-from embodied_rl.agents.tools.builtin import ToolBudget, ToolRunner
+from embodied_rl.agents.tools.base import ToolBudget
+from embodied_rl.agents.tools.builtin import make_toolbox
 from embodied_rl.agents.turns import Dropped
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.errors import UserError
@@ -384,15 +385,15 @@ class Agent:
     ) -> None:
         """See `Prompts`; `action_bytes`: longest action of the simulator. Starts the tools of `AgentConfig.tools`.
 
-        Raises UserError as `Prompts` and `make_tools` do, and for a stop token that the tokenizer lacks."""
+        Raises UserError as `Prompts` and `make_toolbox` do, and for a stop token that the tokenizer lacks."""
         self.config, self.tokenizer = config, tokenizer
         self.image_inputs: ImageInputs | None = None
         """How it sees pictures; None: it reads only text."""
         self.writes_messages = False
         """Whether requests contain the whole conversation as messages; False: only the observation."""
-        self.tools = ToolRunner.make(config.tools, config.tool_options) if config.tools else None
+        self.tools = make_toolbox(config.tools, config.tool_options) if config.tools else None
         """Tools; None: every answer is an action."""
-        described = tools_text(self.tools.toolbox.schemas()) if self.tools is not None and config.tool_options.describe else ""
+        described = tools_text(self.tools.schemas()) if self.tools is not None and config.tool_options.describe else ""
         try:
             self.prompts = Prompts(config, tokenizer, instruction=instruction, max_context=max_context, tools=described)
             beside = config.summary_tag if config.strategy == "summarised" else None

@@ -15,7 +15,7 @@ import torch
 
 from embodied_rl.agents.agent import Agent, ImageInputs
 from embodied_rl.agents.parsing import response_text, tools_text
-from embodied_rl.agents.tools.builtin import ToolRunner
+from embodied_rl.agents.tools.builtin import make_toolbox
 from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.tokens import RandomTokens, TokenBackend
@@ -188,9 +188,9 @@ def _about_tools(agent: AgentConfig) -> list[str]:
     """Texts about tools that the agent reads and writes."""
     if not agent.tools:
         return []
-    tools = ToolRunner.make(agent.tools, agent.tool_options)
+    tools = make_toolbox(agent.tools, agent.tool_options)
     try:
-        return [tools_text(tools.toolbox.schemas()), response_text(["error: there is no tool"])]
+        return [tools_text(tools.schemas()), response_text(["error: there is no tool"])]
     finally:
         tools.close()
 

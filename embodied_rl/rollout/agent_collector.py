@@ -25,7 +25,7 @@ import numpy as np
 
 from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
 from embodied_rl.agents.parsing import InvalidAction, Reason, ToolRequest
-from embodied_rl.agents.tools.builtin import ToolBudget
+from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend, as_trained
@@ -181,7 +181,7 @@ class AgentCollector(SlotPump[_Playing]):
 
     def figures(self) -> dict[str, float]:
         """Figures since the last call: turns, prompt and answer tokens per turn, shares of invalid answers by reason and of tool calls, and
-        the use of each tool (`ToolRunner.figures`)."""
+        the use of each tool (`Toolbox.figures`)."""
         counts, self._counts = self._counts, Counter()
         turns = max(counts["turns"], 1)
         if not self._warned_of_invalid and turns >= _FEW_TURNS and counts["invalid"] >= _ALMOST_ALL * turns:

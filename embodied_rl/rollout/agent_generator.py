@@ -12,7 +12,7 @@ import numpy as np
 
 from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
 from embodied_rl.agents.parsing import InvalidAction, ToolRequest
-from embodied_rl.agents.tools.builtin import ToolBudget
+from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.turns import texts
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, QueuedGenerator

@@ -13,8 +13,8 @@ import pytest
 
 from embodied_rl.agents.agent import Agent, Prompt
 from embodied_rl.agents.parsing import AnyCall, InvalidAction, MalformedCall, ToolCall, ToolRequest, ValidAction, response_text, tool_calls
-from embodied_rl.agents.tools.base import Toolbox, text_schema
-from embodied_rl.agents.tools.builtin import Calculator, ToolBudget, ToolRunner
+from embodied_rl.agents.tools.base import Tool, Toolbox, ToolBudget, text_schema
+from embodied_rl.agents.tools.builtin import Calculator
 from embodied_rl.config import AgentConfig, ToolsConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion
@@ -71,7 +71,7 @@ def test_a_budget_counts_calls_of_a_turn_and_of_an_episode() -> None:
 
 
 def test_results_come_back_in_order_and_everything_is_counted() -> None:
-    runner = ToolRunner(Toolbox([Calculator()]), ToolsConfig(max_calls_per_turn=4))
+    runner = Toolbox([Calculator()], ToolsConfig(max_calls_per_turn=4))
     try:
         budget = runner.budget()
         budget.begin_turn()
@@ -100,7 +100,7 @@ def test_results_come_back_in_order_and_everything_is_counted() -> None:
         runner.close()
 
 
-class _Meeting:
+class _Meeting(Tool):
     """A tool whose calls end when four of them run at the same time."""
 
     name, description, parameters = "meet", "", text_schema("x", "")
@@ -112,12 +112,9 @@ class _Meeting:
         self._barrier.wait()
         return "met"
 
-    def close(self) -> None:
-        pass
-
 
 def test_calls_of_different_episodes_run_side_by_side_and_none_is_lost_in_the_count() -> None:
-    runner = ToolRunner(Toolbox([_Meeting()]), ToolsConfig(threads=4))
+    runner = Toolbox([_Meeting()], ToolsConfig(threads=4))
     try:
         budgets = [ToolBudget(1, 1, 1) for _ in range(4)]
         futures = [runner.start([ToolCall("meet", {})], budget) for budget in budgets]

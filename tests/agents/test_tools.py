@@ -14,6 +14,7 @@ import pytest
 from embodied_rl.agents.tools.base import Toolbox, ToolError
 from embodied_rl.agents.tools.builtin import Calculator, PythonTool, Search, calculate
 from embodied_rl.agents.tools.mcp import McpServer
+from embodied_rl.config import ToolsConfig
 from embodied_rl.errors import UserError
 from embodied_rl.sandbox import box
 from embodied_rl.sandbox.box import PythonLimits
@@ -84,7 +85,7 @@ def test_uses_are_counted_and_failures_are_text() -> None:
         assert result.failed
         assert part in result.text
     assert box.call("calculater", {}).text.startswith("error: there is no tool 'calculater'. Did you mean 'calculator'?")
-    metrics = box.take_metrics()
+    metrics = box.figures()
     assert (metrics["tools/calculator/calls"], metrics["tools/calculator/failures"], metrics["tools/unknown"]) == (4.0, 3.0, 1.0)
     assert metrics["tools/calculator/seconds"] > 0
     (schema,) = box.schemas()
@@ -94,7 +95,7 @@ def test_uses_are_counted_and_failures_are_text() -> None:
 
 
 def test_long_results_lose_their_middle() -> None:
-    box = Toolbox([Calculator()], max_chars=100)
+    box = Toolbox([Calculator()], ToolsConfig(max_chars=100))
     digits = str(2**4000 - 1)
     text = box.call("calculator", {"expression": "2**4000 - 1"}).text
     assert text == f"{digits[:50]}\n… {len(digits) - 100} characters left out …\n{digits[-50:]}"
@@ -242,7 +243,7 @@ def test_a_server_that_is_slow_or_dies(server: McpServer, monkeypatch: pytest.Mo
     assert box.call("add", {"a": 1, "b": 1}).text.startswith("2"), "the late answer is nobody's"
     assert box.call("die", {}).text == "error: the tool server has ended"
     assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"
-    assert box.take_metrics()["tools/add/failures"] == 1.0
+    assert box.figures()["tools/add/failures"] == 1.0
 
 
 def test_a_server_that_reads_nothing_more(server: McpServer, monkeypatch: pytest.MonkeyPatch) -> None:

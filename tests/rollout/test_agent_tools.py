@@ -14,8 +14,7 @@ import pytest
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest
-from embodied_rl.agents.tools.base import Toolbox, text_schema
-from embodied_rl.agents.tools.builtin import ToolRunner
+from embodied_rl.agents.tools.base import Tool, Toolbox, text_schema
 from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.config import ToolsConfig
 from embodied_rl.generation.tokens import GenerationRequest, RandomTokens, ScriptedTokens
@@ -144,7 +143,7 @@ def test_all_configured_tools_work_in_turns(lake: EnvManager, tmp_path: Path) ->
     tools = ("calculator", "search", "python", "mcp")
     agent = make_agent(tmp_path, tools=tools, corpus=str(corpus), mcp=servers, python_network=True, max_calls_per_turn=8)
     assert agent.tools is not None
-    names = [schema["function"]["name"] for schema in agent.tools.toolbox.schemas()]
+    names = [schema["function"]["name"] for schema in agent.tools.schemas()]
     assert names[:3] == ["calculator", "search", "python"]
     assert len(names) > 3, "the server's own"
     calls = call("calculator", expression="2 ** 5") + call("search", query="goal") + call("python", code="print(sum(range(5)))")
@@ -161,7 +160,7 @@ def test_all_configured_tools_work_in_turns(lake: EnvManager, tmp_path: Path) ->
     assert "<tool_response>\n10\n" in first
 
 
-class _Waits:
+class _Waits(Tool):
     """A tool that waits until others have got on; it says by whom it was released."""
 
     name, description, parameters = "wait", "", text_schema("x", "")
@@ -172,16 +171,13 @@ class _Waits:
     def run(self, arguments: Mapping[str, Any]) -> str:
         return "others" if self.others_finished.wait(120) else "nobody"
 
-    def close(self) -> None:
-        pass
-
 
 def test_a_slow_tool_holds_up_no_other_episode(lake: EnvManager, tmp_path: Path) -> None:
     agent = make_agent(tmp_path)
     tool = _Waits()
     assert agent.tools is not None
     agent.close()
-    agent.tools = ToolRunner(Toolbox([tool]), agent.config.tool_options)
+    agent.tools = Toolbox([tool], agent.config.tool_options)
     first: list[int] = []
 
     def answer(text: str) -> str:

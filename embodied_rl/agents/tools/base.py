@@ -1,38 +1,41 @@
-"""Interface of a tool, and the box that calls tools: failures return as text, and every use is counted."""
+"""Interface of a tool, and the box that calls tools in parallel with episodes: failures return as text, and every use is counted."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from embodied_rl.agents.parsing import AnyCall, MalformedCall, response_text
+from embodied_rl.config.agent import ToolsConfig
 from embodied_rl.errors import UserError, did_you_mean
+
+_NONE_LEFT = "error: no tool call is left; answer without tools."
 
 
 class ToolError(Exception):
     """A tool failed; the agent reads the message."""
 
 
-class Tool(Protocol):
+class Tool(ABC):
     """Something that an agent calls by name."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    description: str
+    """Description for the agent."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments."""
 
-    @property
-    def description(self) -> str:
-        """Description for the agent."""
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments."""
-
+    @abstractmethod
     def run(self, arguments: Mapping[str, Any]) -> str:
         """Run the tool. Raises ToolError with a text for the agent."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # a default
         """End its processes. May be called twice."""
 
 
@@ -45,34 +48,45 @@ class ToolResult:
 
 
 @dataclass
-class ToolUse:
-    """Counts of one tool's calls and results."""
+class ToolBudget:
+    """Calls that are left to one episode."""
 
-    calls: int = 0
-    failures: int = 0
-    seconds: float = 0.0
+    per_turn: int
+    """Calls per turn of the environment."""
+    episode: int
+    turn: int = 0
+
+    def begin_turn(self) -> None:
+        """Allow `per_turn` calls again, after the environment's answer."""
+        self.turn = self.per_turn
+
+    @property
+    def left(self) -> int:
+        """Calls that are allowed now."""
+        return min(self.turn, self.episode)
+
+    def spend(self, count: int) -> int:
+        """Use up to `count` calls; returns how many."""
+        taken = min(count, self.left)
+        self.turn -= taken
+        self.episode -= taken
+        return taken
 
 
 class Toolbox:
-    """Tools by name. `call` never raises for an agent's mistakes, and is thread-safe."""
+    """Tools by name, called at once or in separate threads. Thread-safe; never raises for an agent's mistakes."""
 
-    def __init__(self, tools: Iterable[Tool], *, max_chars: int = 8000) -> None:
-        """`max_chars`: most characters of a result; a longer one loses its middle, with a note in the text. Raises UserError: two tools
-        have the same name, or `max_chars` is below 100."""
-        if max_chars < 100:
-            raise UserError(f"max_chars must be >= 100, got {max_chars}.")
+    def __init__(self, tools: Iterable[Tool], options: ToolsConfig | None = None) -> None:
+        """`options`: limits of results and calls. Raises UserError: two tools have the same name."""
+        self.options = options or ToolsConfig(max_chars=8000)
         self._tools: dict[str, Tool] = {}
-        self._max_chars = max_chars
-        self._lock = threading.Lock()
-        self._taken: dict[str, float] = {}
         for tool in tools:
             if tool.name in self._tools:
                 raise UserError(f"Two tools are called '{tool.name}'.")
             self._tools[tool.name] = tool
-        self.uses = {name: ToolUse() for name in self._tools}
-        """{tool: counts of its use}"""
-        self.num_unknown = 0
-        """Calls of unknown tools."""
+        self._threads = ThreadPoolExecutor(self.options.threads, thread_name_prefix="tools")
+        self._lock = threading.Lock()
+        self._counts: defaultdict[str, float] = defaultdict(float)
 
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in the form of OpenAI's interface and chat templates."""
@@ -82,40 +96,60 @@ class Toolbox:
         ]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool."""
+        """Call a tool. A result beyond `ToolsConfig.max_chars` loses its middle, with a note in the text."""
         tool = self._tools.get(name)
         if tool is None:
-            with self._lock:
-                self.num_unknown += 1
+            self._count({"unknown": 1})
             return ToolResult(f"error: there is no tool '{name}'.{did_you_mean(name, self._tools)}", failed=True)
         started = time.monotonic()
         try:
             result = ToolResult(self._shortened(tool.run(arguments)), failed=False)
         except ToolError as error:
             result = ToolResult(self._shortened(f"error: {error}"), failed=True)
-        with self._lock:
-            use = self.uses[name]
-            use.calls += 1
-            use.failures += result.failed
-            use.seconds += time.monotonic() - started
+        self._count({f"{name}/calls": 1, f"{name}/failures": result.failed, f"{name}/seconds": time.monotonic() - started})
         return result
 
-    def take_metrics(self) -> dict[str, float]:
-        """Figures for a log since the last call: {tools/<name>/calls, …/failures, …/seconds} and tools/unknown."""
+    def budget(self) -> ToolBudget:
+        return ToolBudget(self.options.max_calls_per_turn, self.options.max_calls)
+
+    def start(self, calls: Sequence[AnyCall], budget: ToolBudget) -> Future[str]:
+        """Start the calls of one answer, which run one after the other; the future's text has all results for the agent.
+
+        Calls beyond the budget get an error as result, and a malformed call counts as one.
+        """
+        allowed = budget.spend(len(calls))
+        malformed = sum(isinstance(call, MalformedCall) for call in calls[:allowed])
+        self._count({"malformed": malformed, "over_limit": len(calls) - allowed})
+        return self._threads.submit(self._run, tuple(calls), allowed)
+
+    def figures(self) -> dict[str, float]:
+        """Figures since the last call: {tools/<name>/calls, …/failures, …/seconds}, tools/unknown, tools/malformed, tools/over_limit."""
         with self._lock:
-            counted = {f"tools/{name}/{key}": float(value) for name, use in self.uses.items() for key, value in vars(use).items()}
-            now, before = {**counted, "tools/unknown": float(self.num_unknown)}, self._taken
-            self._taken = now
-        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+            counts, self._counts = self._counts, defaultdict(float)
+        names = [f"{tool}/{figure}" for tool in self._tools for figure in ("calls", "failures", "seconds")]
+        return {f"tools/{name}": counts[name] for name in (*names, "unknown", "malformed", "over_limit")}
 
     def close(self) -> None:
+        """End the tools and drop calls that have not started. May be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for tool in self._tools.values():
             tool.close()
 
+    def _count(self, counts: Mapping[str, float]) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def _run(self, calls: Sequence[AnyCall], allowed: int) -> str:
+        return response_text([self._result(call) if number < allowed else _NONE_LEFT for number, call in enumerate(calls)])
+
+    def _result(self, call: AnyCall) -> str:
+        return f"error: {call.reason}" if isinstance(call, MalformedCall) else self.call(call.name, call.arguments).text
+
     def _shortened(self, text: str) -> str:
-        if len(text) <= self._max_chars:
+        if len(text) <= self.options.max_chars:
             return text
-        half = self._max_chars // 2
+        half = self.options.max_chars // 2
         return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
 
 

@@ -1,4 +1,4 @@
-"""The package's own tools, tools by their names in a configuration, and calls of tools in parallel with episodes."""
+"""The package's own tools, and tools by their names in a configuration."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import ast
 import math
 import operator
 import signal
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.agents.parsing import AnyCall, MalformedCall, response_text
 from embodied_rl.agents.tools.base import Tool, Toolbox, ToolError, argument, text_schema
 from embodied_rl.agents.tools.mcp import McpServer
 from embodied_rl.config.agent import ToolsConfig
@@ -52,7 +47,7 @@ _MANY: Mapping[str, Callable[..., Number]] = {
 _FUNCTIONS = {**_ONE_NUMBER, **_MANY}
 
 
-class Calculator:
+class Calculator(Tool):
     """The tool ``calculator``: computes {expression}."""
 
     name = "calculator"
@@ -61,9 +56,6 @@ class Calculator:
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         return str(calculate(argument(arguments, "expression", str)))
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def calculate(expression: str) -> Number:
@@ -120,7 +112,7 @@ def _bounded(value: Number) -> Number:
     return value
 
 
-class Search:
+class Search(Tool):
     """The tool ``search``: returns the best documents for {query, count}."""
 
     name = "search"
@@ -147,11 +139,8 @@ class Search:
             return "nothing found"
         return "\n\n".join(f"[{rank}] {doc.title}\n{doc.text[: self._max_chars]}" for rank, (_, doc) in enumerate(found, start=1))
 
-    def close(self) -> None:
-        """Does nothing."""
 
-
-class PythonTool:
+class PythonTool(Tool):
     """The tool ``python``: returns the output of {code}. Every call is a new interpreter in an empty folder."""
 
     name = "python"
@@ -182,11 +171,8 @@ class PythonTool:
             raise ToolError(f"the program {how}\n{output}".rstrip())
         return output
 
-    def close(self) -> None:
-        """Does nothing."""
 
-
-def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
+def make_toolbox(names: Sequence[str], options: ToolsConfig) -> Toolbox:
     """Tools that `agent.tools` names, including those of MCP servers, which are started. Raises UserError: the corpus cannot be read, this
     machine lacks the protection of `python_sandbox`, or a server does not start."""
     tools: list[Tool] = []
@@ -197,11 +183,11 @@ def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
                 continue
             for server in options.mcp:
                 tools += McpServer(server["command"], env=server.get("env"), timeout_s=float(server.get("timeout_s", 30.0))).tools
+        return Toolbox(tools, options)
     except BaseException:
         for tool in tools:
             tool.close()
         raise
-    return tools
 
 
 def _builtin(name: str, options: ToolsConfig) -> Tool:
@@ -213,83 +199,3 @@ def _builtin(name: str, options: ToolsConfig) -> Tool:
     assert name == "python", "the configuration was checked"
     limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
     return PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox)
-
-
-_NONE_LEFT = "error: no tool call is left; answer without tools."
-
-
-@dataclass
-class ToolBudget:
-    """Calls that are left to one episode."""
-
-    per_turn: int
-    """Calls per turn of the environment."""
-    episode: int
-    turn: int = 0
-
-    def begin_turn(self) -> None:
-        """Allow `per_turn` calls again, after the environment's answer."""
-        self.turn = self.per_turn
-
-    @property
-    def left(self) -> int:
-        """Calls that are allowed now."""
-        return min(self.turn, self.episode)
-
-    def spend(self, count: int) -> int:
-        """Use up to `count` calls; returns how many."""
-        taken = min(count, self.left)
-        self.turn -= taken
-        self.episode -= taken
-        return taken
-
-
-class ToolRunner:
-    """Calls the tools of a `Toolbox` in separate threads. Thread-safe."""
-
-    def __init__(self, toolbox: Toolbox, options: ToolsConfig) -> None:
-        self.toolbox, self.options = toolbox, options
-        self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="tools")
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    @staticmethod
-    def make(names: Sequence[str], options: ToolsConfig) -> ToolRunner:
-        """Runner of a configuration's tools. Raises UserError as `make_tools` does."""
-        tools = make_tools(names, options)
-        return ToolRunner(Toolbox(tools, max_chars=options.max_chars), options)
-
-    def budget(self) -> ToolBudget:
-        return ToolBudget(self.options.max_calls_per_turn, self.options.max_calls)
-
-    def start(self, calls: Sequence[AnyCall], budget: ToolBudget) -> Future[str]:
-        """Start the calls of one answer, which run one after the other; the future's text has all results for the agent.
-
-        Calls beyond the budget get an error as result, and a malformed call counts as one.
-        """
-        allowed = budget.spend(len(calls))
-        with self._lock:
-            self._counts["malformed"] += sum(isinstance(call, MalformedCall) for call in calls[:allowed])
-            self._counts["over_limit"] += len(calls) - allowed
-        return self._threads.submit(self._run, tuple(calls), allowed)
-
-    def figures(self) -> dict[str, float]:
-        """Figures since the last call: {tools/<name>/calls, …/failures, …/seconds}, tools/unknown, tools/malformed, tools/over_limit."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        beside = {f"tools/{name}": float(counts[name]) for name in ("malformed", "over_limit")}
-        return {**self.toolbox.take_metrics(), **beside}
-
-    def close(self) -> None:
-        """End the tools and drop calls that have not started. May be called twice."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self.toolbox.close()
-
-    def _run(self, calls: Sequence[AnyCall], allowed: int) -> str:
-        results = [self._result(call) if number < allowed else _NONE_LEFT for number, call in enumerate(calls)]
-        return response_text(results)
-
-    def _result(self, call: AnyCall) -> str:
-        if isinstance(call, MalformedCall):
-            return f"error: {call.reason}"
-        return self.toolbox.call(call.name, call.arguments).text

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embodied_rl.agents.tools.base import ToolError
+from embodied_rl.agents.tools.base import Tool, ToolError
 from embodied_rl.errors import UserError
 
 PROTOCOL_VERSION = "2025-06-18"
@@ -142,7 +142,7 @@ class McpServer:
         self._inbox.put(_ENDED)
 
 
-class McpTool:
+class McpTool(Tool):
     """One tool of a server."""
 
     def __init__(self, server: McpServer, name: str, description: str, parameters: Mapping[str, Any]) -> None:
