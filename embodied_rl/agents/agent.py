@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -133,9 +132,7 @@ class Prompts:
         )
 
     def begin(self) -> Conversation:
-        if self.config.strategy in ("full", "last_k"):
-            return _Growing(self, None if self.config.strategy == "full" else self.config.last_turns)
-        return _Rendered(self)
+        return Conversation(self)
 
     def message(self, observation: str, step: int, *, memory: str = "", summary: str = "") -> str:
         return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
@@ -214,12 +211,18 @@ def _about_summary(config: AgentConfig) -> str:
     )
 
 
-class Conversation(ABC):
+class Conversation:
     """One episode from the agent's view: `prompt` and `answered` alternate. Tools within a turn continue it token by token."""
 
     def __init__(self, prompts: Prompts) -> None:
-        self._prompts = prompts
-        self._observation = ""
+        self._prompts, self._config = prompts, prompts.config
+        self._grows = self._config.strategy in ("full", "last_k")
+        """Whether a prompt is messages and sampled tokens in sequence; otherwise it is one message, rewritten in each turn."""
+        self._most = {"full": None, "summarised": 0}.get(self._config.strategy, self._config.last_turns)
+        """Most earlier turns in a prompt; None: all."""
+        self._past: list[tuple[list[Exchange], str, str]] = []
+        """(exchanges, observation, action) of those turns."""
+        self._observation, self._summary = "", ""
         self._step = 0
         self._within: list[tuple[np.ndarray, str]] = []
         """(sampled call, results of its tools) of the present turn."""
@@ -234,96 +237,48 @@ class Conversation(ABC):
         self._within.append((token_ids, response))
         return self._fitted()
 
-    @abstractmethod
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
         """Record what was sampled, as ids and as text, and the simulator's action."""
+        if self._config.strategy == "summarised" and (found := tagged(answer, self._config.summary_tag)):
+            self._summary = answer[found[-1]].strip()[: self._config.summary_chars]
+        shown, message = self._turn()
+        self._past.append(([*shown, Exchange(message, token_ids)], self._observation, action))
+        self._within = []
+        if self._most is not None:
+            del self._past[: max(len(self._past) - self._most, 0)]
 
-    @property
-    @abstractmethod
-    def _num_turns(self) -> int:
-        """Most earlier turns in a prompt."""
+    def _turn(self, **texts: str) -> tuple[list[Exchange], str]:
+        """(exchanges of the present turn, whose first message has these texts; the message to be answered)."""
+        first = self._prompts.message(self._observation, self._step, **texts)
+        messages = [first, *(response for _, response in self._within)]
+        return [Exchange(one, token_ids) for one, (token_ids, _) in zip(messages, self._within, strict=False)], messages[-1]
 
-    @abstractmethod
     def _draft(self, num_turns: int) -> Prompt:
         """Prompt with the newest `num_turns` turns."""
-
-    def _turn(self, message: str) -> tuple[list[Exchange], str]:
-        """(exchanges of the present turn, whose first message is `message`; the message to be answered)."""
-        messages = [message, *(response for _, response in self._within)]
-        return [Exchange(one, token_ids) for one, (token_ids, _) in zip(messages, self._within, strict=False)], messages[-1]
+        past = self._past[len(self._past) - num_turns :]
+        if self._grows:
+            shown, message = self._turn()
+            return self._prompts.joined([*(exchange for turn, _, _ in past for exchange in turn), *shown], message)
+        items = [
+            self._config.memory_item.format(observation=observation, action=action, step=self._step - num_turns + index)
+            for index, (_, observation, action) in enumerate(past)
+        ]
+        return self._prompts.joined(*self._turn(memory="".join(items), summary=self._summary))
 
     def _fitted(self) -> Prompt | PromptTooLong:
         """Prompt with as many of the newest turns as fit."""
-        num_turns, limit = self._num_turns, self._prompts.limit
+        num_turns, limit = len(self._past), self._prompts.limit
         whole = self._draft(num_turns)
         length = len(whole.token_ids)
         if length <= limit:
             return whole
-        if self._prompts.config.overflow == "drop_oldest":
+        if self._config.overflow == "drop_oldest":
             for kept in range(num_turns - 1, -1, -1):
                 shorter = self._draft(kept)
                 if len(shorter.token_ids) <= limit:
                     return dataclasses.replace(shorter, dropped=Dropped(num_turns - kept, length - len(shorter.token_ids)))
             length = len(self._draft(0).token_ids)
         return PromptTooLong(length, limit)
-
-
-class _Growing(Conversation):
-    """``full`` and ``last_k``: messages and sampled tokens in sequence."""
-
-    def __init__(self, prompts: Prompts, last_turns: int | None) -> None:
-        super().__init__(prompts)
-        self._last_turns = last_turns
-        self._past: list[list[Exchange]] = []
-
-    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        shown, message = self._turn(self._message)
-        self._past.append([*shown, Exchange(message, token_ids)])
-        self._within = []
-
-    @property
-    def _message(self) -> str:
-        return self._prompts.message(self._observation, self._step)
-
-    @property
-    def _num_turns(self) -> int:
-        return len(self._past) if self._last_turns is None else min(self._last_turns, len(self._past))
-
-    def _draft(self, num_turns: int) -> Prompt:
-        earlier = [exchange for turn in self._past[len(self._past) - num_turns :] for exchange in turn]
-        shown, message = self._turn(self._message)
-        return self._prompts.joined([*earlier, *shown], message)
-
-
-class _Rendered(Conversation):
-    """``memory`` and ``summarised``: one message, rewritten in each turn."""
-
-    def __init__(self, prompts: Prompts) -> None:
-        super().__init__(prompts)
-        self._past: list[tuple[str, str]] = []
-        self._summary = ""
-
-    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        config = self._prompts.config
-        self._within = []
-        if config.strategy == "summarised":
-            if found := tagged(answer, config.summary_tag):
-                self._summary = answer[found[-1]].strip()[: config.summary_chars]
-        elif config.last_turns:
-            self._past = [*self._past, (self._observation, action)][-config.last_turns :]
-
-    @property
-    def _num_turns(self) -> int:
-        return len(self._past)
-
-    def _draft(self, num_turns: int) -> Prompt:
-        first = self._step - len(self._past)
-        items = [
-            self._prompts.config.memory_item.format(observation=observation, action=action, step=first + index)
-            for index, (observation, action) in enumerate(self._past)
-        ]
-        memory = "".join(items[len(items) - num_turns :])
-        return self._prompts.joined(*self._turn(self._prompts.message(self._observation, self._step, memory=memory, summary=self._summary)))
 
 
 @dataclass(frozen=True)
@@ -340,10 +295,10 @@ class ImageInputs:
     """[P] int64 and pictures → [P'] int64 with as many tokens as they take."""
 
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
-        """Text of a row of observations after placeholders; appends its pictures to `seen`. Raises UserError: the text has a
+        """Text of a row of observations after placeholders; appends its pictures to those of the episode. Raises UserError: the text has a
         placeholder."""
         text = str(observation["text"][row])
-        if self.placeholder.strip() in text:
+        if self.keys and self.placeholder.strip() in text:
             raise UserError(f"An observation's text contains '{self.placeholder.strip()}', which this model reads as a picture.")
         seen.extend(np.array(observation[key][row], np.uint8) for key in self.keys)
         return self.placeholders + text
@@ -353,14 +308,20 @@ class ImageInputs:
         """Text that represents an observation's pictures, before its text."""
         return self.placeholder * len(self.keys)
 
-    def show(self, prompt: Prompt, seen: Sequence[np.ndarray], limit: int) -> Prompt | PromptTooLong:
-        """The prompt with its pictures, whose tokens count towards `limit` too."""
+    def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray], limit: int) -> Prompt | PromptTooLong:
+        """A prompt with those of the episode's pictures that it shows, whose tokens count towards `limit` too."""
+        if not self.keys or isinstance(prompt, PromptTooLong):
+            return prompt
         count = int((prompt.token_ids == self.image_token_id).sum())
         images = tuple(seen[len(seen) - count :])
         token_ids = self.expand(prompt.token_ids, images)
         if len(token_ids) > limit:
             return PromptTooLong(len(token_ids), limit)
         return dataclasses.replace(prompt, token_ids=token_ids, images=images)
+
+
+TEXT_ONLY = ImageInputs((), "", -1, lambda token_ids, images: token_ids)
+"""Inputs of an agent that sees no pictures."""
 
 
 @dataclass(frozen=True)
@@ -387,8 +348,8 @@ class Agent:
 
         Raises UserError as `Prompts` and `make_toolbox` do, and for a stop token that the tokenizer lacks."""
         self.config, self.tokenizer = config, tokenizer
-        self.image_inputs: ImageInputs | None = None
-        """How it sees pictures; None: it reads only text."""
+        self.image_inputs = TEXT_ONLY
+        """How it sees pictures."""
         self.writes_messages = False
         """Whether requests contain the whole conversation as messages; False: only the observation."""
         self.tools = make_toolbox(config.tools, config.tool_options) if config.tools else None
@@ -404,32 +365,12 @@ class Agent:
             self.close()
             raise
 
-    def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
-        """Text of a row of observations; appends its pictures, if the agent sees any, to those of the episode."""
-        return str(observation["text"][row]) if self.image_inputs is None else self.image_inputs.look(observation, row, seen)
-
-    @property
-    def picture_keys(self) -> tuple[str, ...]:
-        """Parts of an observation that the agent sees."""
-        return () if self.image_inputs is None else self.image_inputs.keys
-
-    @property
-    def placeholders(self) -> str:
-        """See `ImageInputs.placeholders`; empty for a text-only agent."""
-        return "" if self.image_inputs is None else self.image_inputs.placeholders
-
     def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray]) -> Prompt | PromptTooLong:
         """A prompt with those of the episode's pictures that it shows."""
-        if self.image_inputs is None or isinstance(prompt, PromptTooLong):
-            return prompt
         return self.image_inputs.show(prompt, seen, self.prompts.limit)
 
     def begin(self) -> Conversation:
         return self.prompts.begin()
-
-    def _messages(self, prompt: Prompt, observation: str) -> tuple[dict[str, str], ...]:
-        # Decoding earlier answers takes time, and only servers that apply their own template read them.
-        return self.prompts.messages(prompt) if self.writes_messages else ({"role": "user", "content": observation},)
 
     def budget(self) -> ToolBudget:
         """Budget of tool calls for a new episode."""
@@ -457,7 +398,8 @@ class Agent:
             top_k=0 if greedy else config.top_k,
             stop_ids=self.stop_ids,
             seed=seed,
-            messages=self._messages(prompt, observation),
+            # Decoding earlier answers takes time, and only servers that apply their own template read them.
+            messages=self.prompts.messages(prompt) if self.writes_messages else ({"role": "user", "content": observation},),
             images=prompt.images,
         )
 

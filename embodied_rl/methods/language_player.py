@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from embodied_rl.agents.agent import Agent, ImageInputs
+from embodied_rl.agents.agent import TEXT_ONLY, Agent, ImageInputs
 from embodied_rl.agents.parsing import response_text, tools_text
 from embodied_rl.agents.tools.builtin import make_toolbox
 from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
@@ -95,7 +95,7 @@ class Speaking(Protocol):
 
 def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
     """Make the agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
-    image_inputs = _make_image_inputs(policy, spec)
+    image_inputs = _image_inputs(policy, spec)
     context = max_context(policy.hf_config)
     most_bytes = spec.action.max_bytes - 1  # a byte tells a text from none
     agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=context, action_bytes=most_bytes)
@@ -103,11 +103,11 @@ def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
     return agent
 
 
-def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
-    """Inputs for the pictures of `LanguageConfig.images`; None: the policy sees no pictures."""
+def _image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs:
+    """Inputs for the pictures of `LanguageConfig.images`."""
     keys = policy.config.images
     if not keys:
-        return None
+        return TEXT_ONLY
     if policy.vision is None:
         raise UserError(
             f"policy.images={list(keys)}: model '{policy.config.model or 'tiny'}' ({policy.hf_config.model_type}) reads only texts. "

@@ -156,7 +156,7 @@ def _record_starts(stream: Stream) -> None:
 
 def _record_with(stream: Stream, starts: StartLibrary, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
     options, seed = stream.config.algorithm.initialized, stream.config.seed
-    keys = () if stream.agent is None else stream.agent.picture_keys
+    keys = () if stream.agent is None else stream.agent.image_inputs.keys
     wanted, first = options.expert_episodes, 0
     while wanted and first < _EXPERT_TRIES * options.expert_episodes:
         seeds = [group_seed(seed, "expert", number) for number in range(first, first + wanted)]

@@ -229,19 +229,19 @@ class AgentCollector(SlotPump[_Playing]):
         playing.images.extend(itertools.chain.from_iterable(source.pictures[: start.step]))
         for (shown, sampled), action in zip(source.said[: start.step], source.actions, strict=False):
             token_ids = np.asarray(self.agent.answer_ids(action) if sampled is None else sampled, np.int64)
-            conversation.prompt(self.agent.placeholders + shown)
+            conversation.prompt(self.agent.image_inputs.placeholders + shown)
             conversation.answered(token_ids, self.agent.tokenizer.decode(token_ids), action)
 
     def _look(self, playing: _Playing, observation: Observation, row: int) -> None:
         """Show the agent a row of observations."""
-        playing.observation = self.agent.look(observation, row, playing.images)
+        playing.observation = self.agent.image_inputs.look(observation, row, playing.images)
         if playing.record is not None:
             playing.record.looked(observation, row)
         playing.budget.begin_turn()
 
     def _prompt_after(self, playing: _Playing, observation: Observation, row: int) -> Prompt | PromptTooLong:
         """The prompt that would follow if an episode were not over: a critic values it."""
-        text = self.agent.look(observation, row, playing.images)
+        text = self.agent.image_inputs.look(observation, row, playing.images)
         return self.agent.show(playing.conversation.prompt(text), playing.images)
 
     def _finish(
@@ -286,10 +286,10 @@ class AgentCollector(SlotPump[_Playing]):
         """Tell the library of starts about an episode that the queue accepted."""
         if self._starts is not None:
             turns = playing.turns[: playing.success_at]
-            given, marks = [turn.parsed.text for turn in turns], self.agent.placeholders
+            given, marks = [turn.parsed.text for turn in turns], self.agent.image_inputs.placeholders
             said = [(turn.observation.removeprefix(marks), turn.token_ids) for turn in turns]
             seen = {at: {"text": text} for at, (text, _) in enumerate(said)}
-            count, before = len(self.agent.picture_keys), 0 if playing.start is None else playing.start.step
+            count, before = len(self.agent.image_inputs.keys), 0 if playing.start is None else playing.start.step
             places = [count * (before + turn) for turn in range(len(turns))]
             pictures = [tuple(playing.images[place : place + count]) for place in places]
             self._starts.played(playing.assignment, playing.start, summary, given=given, seen=seen, said=said, pictures=pictures)

@@ -89,7 +89,7 @@ class AgentGenerator(QueuedGenerator):
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """Request the actions of slots whose episodes have begun; `observation` contains ``text`` [n]."""
         looked = ((row, slot, self._conversations[slot].images) for row, slot in enumerate(slots.tolist()))
-        seen = {slot: self.agent.look(observation, row, images) for row, slot, images in looked}
+        seen = {slot: self.agent.image_inputs.look(observation, row, images) for row, slot, images in looked}
         prompts: dict[int, Prompt | PromptTooLong] = {}
         for slot, text in seen.items():
             playing = self._conversations[slot]
