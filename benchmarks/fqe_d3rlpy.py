@@ -119,7 +119,6 @@ def write_for_peer(path: Path, episodes: Sequence[Any], checkpoint: Any) -> None
     """The recorded steps and the target's network as plain arrays."""
     from torch import nn
 
-    from embodied_rl.episodes.assessment import normalise
     from embodied_rl.policies.actor_critic import build_policy
 
     policy = build_policy(checkpoint.config.policy, checkpoint.spec)
@@ -144,7 +143,7 @@ def write_for_peer(path: Path, episodes: Sequence[Any], checkpoint: Any) -> None
         "centre": centre,
         "std": std,
         "observations": (observations - centre) / std,
-        "actions": np.concatenate([normalise(episode.action, action) for episode in episodes]),
+        "actions": np.concatenate([action.normalise(episode.action) for episode in episodes]),
         "rewards": np.concatenate([episode.reward for episode in episodes])[:, None],
         "terminals": np.concatenate([episode.terminated for episode in episodes]).astype(np.float32),
         "timeouts": np.concatenate([episode.truncated & ~episode.terminated for episode in episodes]).astype(np.float32),

@@ -333,10 +333,10 @@ def test_a_policy_that_decides_several_steps_at_once() -> None:
 
 def test_rows_for_the_regression(choices: dict[str, Path], recorded: list[RecordedEpisode]) -> None:
     target = load_target(load_checkpoint(choices["steady"], with_learner=False), "steady", info_of(CHOICES))
-    scored = score_recording(MemoryRecording(info_of(CHOICES), recorded[:3]), [target])
-    scores = scored.scores["steady"]
+    episodes, all_scores = score_recording(MemoryRecording(info_of(CHOICES), recorded[:3]), [target])
+    scores = all_scores["steady"]
     for truncation in ("end", "bootstrap"):
-        rows = recorded_steps(scored.episodes, scores, truncation=truncation, limit=LIMIT)
+        rows = recorded_steps(episodes, scores, truncation=truncation, limit=LIMIT)
         assert rows.probability is not None
         at = 0
         for number, episode in enumerate(recorded[:3]):
@@ -352,8 +352,8 @@ def test_rows_for_the_regression(choices: dict[str, Path], recorded: list[Record
             x = episode.observation["state"][:, 0]
             np.testing.assert_allclose(rows.probability[at : at + len(x), 1], 1 / (1 + np.exp(2 * x)), rtol=1e-5)
             at += len(x)
-    assert outside_share(scored.episodes, scores) == 0.0
-    once = [dataclasses.replace(e, scaled_action=np.ones_like(e.scaled_action)) for e in scored.episodes]
+    assert outside_share(episodes, scores) == 0.0
+    once = [dataclasses.replace(e, scaled_action=np.ones_like(e.scaled_action)) for e in episodes]
     mass = np.concatenate([score.probability[:, 0] for score in scores if score.probability is not None])
     assert outside_share(once, scores) == pytest.approx(mass.mean())
 

@@ -9,8 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +27,6 @@ class Summary:
 
     mean: float
     interval: estimators.Interval
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -120,49 +116,38 @@ def compare(
     def summary(values: np.ndarray) -> Summary:
         return _summary(values, confidence, seed)
 
-    result = partial(
-        OpenLoop,
+    def by_dim(shares: np.ndarray) -> tuple[float, ...]:
+        return tuple(shares.mean(axis=0).tolist())
+
+    discrete = action.kind == "discrete"
+    bins = 0 if discrete else num_bins
+    tokens, guesses = ([token_ids(part, action, bins) for part in parts] for parts in (recorded, predicted))
+    # [N, A]: episodes first, so that each counts once.
+    hit = np.stack([(ours == theirs).mean(axis=0) for ours, theirs in zip(guesses, tokens, strict=True)])
+    error = [] if discrete else [ours.astype(np.float64) - theirs for ours, theirs in zip(predicted, recorded, strict=True)]
+    squared, absolute = (np.array([part.mean(axis=0) for part in parts]) for parts in ([e**2 for e in error], map(np.abs, error)))
+    return OpenLoop(
         horizon=horizon,
         num_episodes=len(recorded),
         num_steps=sum(map(len, recorded)),
         log_likelihood=summary(np.array([part.sum(axis=1).mean() for part in log_prob], np.float64)),
-    )
-    if action.kind == "discrete":
-        hits = np.array([np.mean(ours == theirs) for ours, theirs in zip(predicted, recorded, strict=True)], np.float64)
-        majority = _majority([part.astype(np.int64) for part in recorded])
-        return result(
-            mse=None,
-            mae=None,
-            mse_by_dim=(),
-            mae_by_dim=(),
-            explained_by_dim=(),
-            accuracy=summary(hits),
-            accuracy_by_dim=(float(hits.mean()),),
-            num_bins=0,
-            majority=majority,
-            bound_share=0.0,
-        )
-    # [N, A]: episodes first, so that each counts once.
-    error = [ours.astype(np.float64) - theirs for ours, theirs in zip(predicted, recorded, strict=True)]
-    squared, absolute = np.stack([(e**2).mean(axis=0) for e in error]), np.stack([np.abs(e).mean(axis=0) for e in error])
-    tokens = [token_ids(part, action, num_bins) for part in recorded]
-    hit = np.stack([(token_ids(part, action, num_bins) == t).mean(axis=0) for part, t in zip(predicted, tokens, strict=True)])
-    return result(
-        mse=summary(squared.mean(axis=1)),
-        mae=summary(absolute.mean(axis=1)),
-        mse_by_dim=tuple(squared.mean(axis=0).tolist()),
-        mae_by_dim=tuple(absolute.mean(axis=0).tolist()),
-        explained_by_dim=tuple((1 - squared.mean(axis=0) / _variance(recorded)).tolist()),
+        mse=None if discrete else summary(squared.mean(axis=1)),
+        mae=None if discrete else summary(absolute.mean(axis=1)),
+        mse_by_dim=() if discrete else by_dim(squared),
+        mae_by_dim=() if discrete else by_dim(absolute),
+        explained_by_dim=() if discrete else tuple((1 - squared.mean(axis=0) / _variance(recorded)).tolist()),
         accuracy=summary(hit.mean(axis=1)),
-        accuracy_by_dim=tuple(hit.mean(axis=0).tolist()),
-        num_bins=num_bins,
+        accuracy_by_dim=by_dim(hit),
+        num_bins=bins,
         majority=_majority(tokens),
-        bound_share=_bound_share(recorded, action),
+        bound_share=0.0 if discrete else _bound_share(recorded, action),
     )
 
 
 def token_ids(actions: np.ndarray, action: ActionSpec, num_bins: int = DEFAULT_BINS) -> np.ndarray:
-    """[T, A] int64 bin of each entry, 0 … num_bins − 1 from the lower to the upper bound."""
+    """[T, A] int64 bin of each entry, 0 … num_bins − 1 from the lower to the upper bound; choices stay what they are."""
+    if action.kind == "discrete":
+        return actions.astype(np.int64)
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
     share = (actions - low) / np.where(high > low, high - low, 1.0)
     return np.clip((share * num_bins).astype(np.int64), 0, num_bins - 1)
@@ -224,14 +209,20 @@ class Assumptions:
     horizon: int | None = None
     """Largest number of steps in an episode; None: no known limit."""
 
+    @property
+    def total_discount(self) -> float:
+        """Σₜ γᵗ over the longest possible episode; infinite without a limit of any kind."""
+        if self.horizon is not None:
+            return float(estimators.discounts(self.horizon, self.gamma).sum())
+        return math.inf if self.gamma == 1.0 else 1 / (1 - self.gamma)
+
     def return_range(self) -> tuple[float, float] | None:
         """Range of every discounted return, from `reward_range` and `horizon`; None: no finite range is known."""
-        if self.reward_range is None or (self.horizon is None and self.gamma == 1.0):
+        if self.reward_range is None or math.isinf(self.total_discount):
             return None
-        total = 1 / (1 - self.gamma) if self.horizon is None else float(estimators.discounts(self.horizon, self.gamma).sum())
         # After an episode's end the reward is 0, so 0 is possible at any step.
         low, high = self.reward_range
-        return min(low, 0.0) * total, max(high, 0.0) * total
+        return min(low, 0.0) * self.total_discount, max(high, 0.0) * self.total_discount
 
 
 @dataclass(frozen=True)
@@ -309,10 +300,9 @@ def assess_behaviour(data: estimators.OffPolicyEpisodes, given: Assumptions) -> 
     terms = estimators.behaviour_value(data, given.gamma)
     samples = terms.values(estimators.resample_counts(data.num_episodes, given.num_samples, given.seed))
     value, concentration = terms.value(), None
-    bounded, missing = _bounded(data, given)
-    if bounded is not None:
-        returns = estimators.discounted_returns(bounded.data, given.gamma)
-        concentration = estimators.empirical_bernstein(returns, bounded.low, bounded.high, given.confidence)
+    (bounded, missing), bounds = _bounded(data, given), given.return_range()
+    if not missing and bounds is not None:
+        concentration = estimators.empirical_bernstein(estimators.discounted_returns(bounded, given.gamma), *bounds, given.confidence)
     return Estimate("behaviour", value, _bootstrap(terms, value, samples, given), concentration, missing, samples=samples)
 
 
@@ -440,23 +430,15 @@ def ratio_mismatch(data: estimators.OffPolicyEpisodes) -> str:
     return ""
 
 
-class _Bounded(NamedTuple):
-    data: estimators.OffPolicyEpisodes
-    """The episodes, with every reward within the stated range."""
-    low: float
-    high: float
-    """Range of their discounted returns."""
-
-
-def _bounded(data: estimators.OffPolicyEpisodes, given: Assumptions) -> tuple[_Bounded | None, str]:
-    """The episodes for a concentration interval, or (None, why there is no interval). Raises UserError: `reward_range` is wrong."""
-    bounds = given.return_range()
-    if bounds is None or given.reward_range is None:
-        return None, _NO_RANGE
+def _bounded(data: estimators.OffPolicyEpisodes, given: Assumptions) -> tuple[estimators.OffPolicyEpisodes, str]:
+    """(The episodes, with every reward within the stated range; why there is no concentration interval, or "").
+    Raises UserError: `reward_range` is wrong."""
+    if given.return_range() is None or given.reward_range is None:
+        return data, _NO_RANGE
     if data.num_episodes < 2:
-        return None, "it needs at least two episodes"
+        return data, "it needs at least two episodes"
     if given.horizon is not None and data.reward.shape[1] > given.horizon:
-        return None, f"an episode has {data.reward.shape[1]} steps, more than the horizon of {given.horizon}"
+        return data, f"an episode has {data.reward.shape[1]} steps, more than the horizon of {given.horizon}"
     (low, high), rewards = given.reward_range, data.reward[data.running]
     slack = 1e-6 * max(1.0, abs(low), abs(high))
     if rewards.min() < low - slack or rewards.max() > high + slack:
@@ -465,8 +447,7 @@ def _bounded(data: estimators.OffPolicyEpisodes, given: Assumptions) -> tuple[_B
             "all possible rewards."
         )
     # Recorded rewards are float32, in which a bound such as 0.1 is a little larger.
-    within = np.where(data.running, np.clip(data.reward, low, high), 0.0)
-    return _Bounded(dataclasses.replace(data, reward=within), *bounds), ""
+    return dataclasses.replace(data, reward=np.where(data.running, np.clip(data.reward, low, high), 0.0)), ""
 
 
 def _concentration(
@@ -476,44 +457,35 @@ def _concentration(
     if estimator.self_normalised or estimator.needs_model:
         other = "pdis" if estimator.per_decision else "is"
         return None, f"only sums of independent, bounded terms have one; that of '{other}' holds for the same value"
-    bounded, missing = _bounded(data, given)
-    if bounded is None:
+    data, missing = _bounded(data, given)
+    bounds = given.return_range()
+    if missing or bounds is None:
         return None, missing
-    data, low, high = bounded
-    make = _per_decision_scores if estimator.per_decision else _episode_scores
-    delta = (1 - given.confidence) / 2
-    above, below = make(data, given, low, 1.0), make(data, given, high, -1.0)
+    (low, high), delta = bounds, (1 - given.confidence) / 2
+    above, below = (_scores(data, given, estimator.per_decision, sign) for sign in (1.0, -1.0))
     lower = low + estimators.capped_lower_bound(above, high - low, delta)
     upper = high - estimators.capped_lower_bound(below, high - low, delta)
     return estimators.Interval(lower, upper, given.confidence, "empirical Bernstein with cut weights"), ""
 
 
-def _episode_scores(data: estimators.OffPolicyEpisodes, given: Assumptions, origin: float, sign: float) -> Callable[[float], np.ndarray]:
-    """cap → min(w, cap) · |G − origin|, whose mean is at most |V − origin| in expectation."""
-    scores = sign * (estimators.discounted_returns(data, given.gamma) - origin)
-    return lambda cap: np.exp(estimators.log_weights(data, cap)[:, -1]) * scores
-
-
-def _per_decision_scores(
-    data: estimators.OffPolicyEpisodes, given: Assumptions, origin: float, sign: float
-) -> Callable[[float], np.ndarray]:
-    """The same with each reward's distance from the end of its range, weighted by the decisions before it."""
-    num_steps = data.reward.shape[1]
-    gammas = estimators.discounts(num_steps, given.gamma)
-    beyond = (
-        given.gamma**num_steps / (1 - given.gamma)
-        if given.horizon is None
-        else float(estimators.discounts(given.horizon, given.gamma).sum())
-    )
-    beyond = beyond if given.horizon is None else beyond - float(gammas.sum())
+def _scores(data: estimators.OffPolicyEpisodes, given: Assumptions, per_decision: bool, sign: float) -> Callable[[float], np.ndarray]:
+    """cap → min(w, cap) · |G − the end of its range| [N] (`sign` 1: the lower end), at most |V − that end| in expectation. `per_decision`:
+    each reward's distance from the end of its range, weighted by the decisions before it."""
+    bounds = given.return_range()
     assert given.reward_range is not None
-    edge = min(given.reward_range[0], 0.0) if sign > 0 else max(given.reward_range[1], 0.0)
-    distance = sign * (data.reward - edge)
+    assert bounds is not None
+    gammas = estimators.discounts(data.reward.shape[1], given.gamma)
+    if per_decision:
+        edge = min(given.reward_range[0], 0.0) if sign > 0 else max(given.reward_range[1], 0.0)
+        distance = sign * (data.reward - edge) * gammas
+        # Steps after the longest recorded episode earn 0, which also has a distance.
+        beyond = abs(edge) * (given.total_discount - float(gammas.sum()))
+    else:
+        distance, beyond = sign * (data.reward @ gammas - bounds[0 if sign > 0 else 1])[:, None], 0.0
 
     def scores(cap: float) -> np.ndarray:
         weight = np.exp(estimators.log_weights(data, cap))
-        # Steps after the longest recorded episode earn 0, which also has a distance.
-        return (weight * distance) @ gammas + weight[:, -1] * abs(edge) * beyond
+        return ((weight if per_decision else weight[:, -1:]) * distance).sum(axis=1) + weight[:, -1] * beyond
 
     return scores
 

@@ -373,73 +373,66 @@ def _ratio_sums(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0).sum(axis=1)
 
 
-def behaviour_value(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
+def behaviour_value(data: OffPolicyEpisodes, gamma: float) -> Terms:
     """Mean return of the behaviour policy: (1/N) Σᵢ Gᵢ, without ratios."""
     return _mean(discounted_returns(data, gamma)[:, None])
 
 
-def importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """Ordinary importance sampling (IS): (1/N) Σᵢ wᵢ Gᵢ with the weight of the whole episode.
+@dataclass(frozen=True)
+class Estimator:
+    """An importance-sampling estimator, by what it weights and how; `max_weight` biases each of them.
 
-    Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation", section 2; Jiang & Li 2016, section 3.1. Unbiased
-    (without `max_weight`); its variance grows exponentially with the number of steps.
+    is, wis: Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation", section 2. (1/N) Σᵢ wᵢ Gᵢ with the weight
+    of the whole episode is unbiased, and its variance grows exponentially with the number of steps; Σᵢ wᵢ Gᵢ / Σᵢ wᵢ is consistent,
+    biased towards μ's value with few episodes (equal to it with one), and never outside the recorded returns.
+
+    pdis, wpdis: section 3 of the same. (1/N) Σᵢ Σₜ γᵗ wₜ rₜ is unbiased with mostly less variance ("step-wise IS" in Jiang & Li 2016,
+    section 3.1). Σₜ γᵗ (Σᵢ wₜ rₜ / Σᵢ wₜ) normalises each step separately and is consistent (CWPDIS in Thomas 2015, "Safe reinforcement
+    learning", section 3.10), unlike division by Σᵢ Σₜ γᵗ wₜ. Ended episodes keep their weight in the denominator.
+
+    dr: Jiang & Li 2016, "Doubly robust off-policy value evaluation for reinforcement learning", equation 10, with its recursion
+    D(t) = V(sₜ) + ρₜ (rₜ + γ D(t + 1) − Q(sₜ, aₜ)) written out: (1/N) Σᵢ [V(s₀) + Σₜ γᵗ wₜ (rₜ + γ V(sₜ₊₁) − Q(sₜ, aₜ))]. Unbiased for
+    any model made without these episodes, if V(s) = E_π Q(s, ·); pdis for a model of 0.
+
+    wdr: Thomas & Brunskill 2016, "Data-efficient off-policy policy evaluation for reinforcement learning", section 4: dr with wₜ
+    replaced by N wₜ / Σᵢ wₜ at each step; wpdis for a model of 0.
     """
-    return _mean((_exp(log_weights(data, max_weight)[:, -1]) * discounted_returns(data, gamma))[:, None])
+
+    name: str
+    per_decision: bool
+    """Whether the decisions before a reward weight it, instead of the whole episode's."""
+    self_normalised: bool
+    needs_model: bool
+
+    def terms(self, data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
+        """Estimate from the episodes; with `max_weight` c, weights are min(w, c). Raises ValueError: it needs a model and there is none."""
+        log_weight, earned = log_weights(data, max_weight), data.reward
+        first = np.zeros((data.num_episodes, 0))
+        if self.needs_model:
+            model_v, earned = _corrections(data, gamma)
+            first = model_v[:, :1]
+        if self.per_decision:
+            earned = earned * discounts(earned.shape[1], gamma)
+        else:
+            log_weight, earned = log_weight[:, -1:], discounted_returns(data, gamma)[:, None]
+        if self.self_normalised:
+            weight = scaled_weights(log_weight)
+            return Terms(np.hstack([first, weight * earned]), np.hstack([np.ones_like(first), weight]))
+        weighted = np.exp(np.minimum(log_weight, _LARGEST_LOG)) * earned
+        return _mean(np.hstack([first, weighted]).sum(axis=1, keepdims=True))
 
 
-def weighted_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """Weighted importance sampling (WIS): Σᵢ wᵢ Gᵢ / Σᵢ wᵢ.
-
-    Precup, Sutton & Singh 2000, section 2. Consistent; biased towards μ's value with few episodes (equal to it with one), and never outside
-    the recorded returns.
-    """
-    weight = scaled_weights(log_weights(data, max_weight)[:, -1:])
-    return Terms(weight * discounted_returns(data, gamma)[:, None], weight)
-
-
-def per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """Per-decision importance sampling (PDIS): (1/N) Σᵢ Σₜ γᵗ wₜ rₜ.
-
-    Precup, Sutton & Singh 2000, section 3; "step-wise IS" in Jiang & Li 2016, section 3.1. Unbiased like IS; only the decisions before a
-    reward weight it, so the variance is mostly smaller.
-    """
-    terms = _exp(log_weights(data, max_weight)) * data.reward
-    return _mean((terms @ discounts(terms.shape[1], gamma))[:, None])
-
-
-def weighted_per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """Weighted per-decision importance sampling (WPDIS): Σₜ γᵗ (Σᵢ wₜ rₜ / Σᵢ wₜ).
-
-    This form normalises each step separately and is consistent (CWPDIS in Thomas 2015, "Safe reinforcement learning", section 3.10); that
-    of Precup, Sutton & Singh 2000, section 3, divides by Σᵢ Σₜ γᵗ wₜ and is not. Ended episodes keep their weight in the denominator.
-    """
-    weight = scaled_weights(log_weights(data, max_weight))
-    return Terms(weight * data.reward * discounts(weight.shape[1], gamma), weight)
-
-
-def doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """Doubly robust (DR): (1/N) Σᵢ [V(s₀) + Σₜ γᵗ wₜ (rₜ + γ V(sₜ₊₁) − Q(sₜ, aₜ))].
-
-    Jiang & Li 2016, "Doubly robust off-policy value evaluation for reinforcement learning", equation 10, with its recursion D(t) = V(sₜ) +
-    ρₜ (rₜ + γ D(t + 1) − Q(sₜ, aₜ)) written out. Unbiased for any model made without these episodes, if V(s) = E_π Q(s, ·); equals PDIS for
-    a model of 0. Raises ValueError: there is no model.
-    """
-    model_v, correction = _corrections(data, gamma)
-    steps = (_exp(log_weights(data, max_weight)) * correction) @ discounts(correction.shape[1], gamma)
-    return _mean((model_v[:, 0] + steps)[:, None])
-
-
-def weighted_doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """Weighted doubly robust (WDR): DR with wₜ replaced by N wₜ / Σᵢ wₜ at each step.
-
-    Thomas & Brunskill 2016, "Data-efficient off-policy policy evaluation for reinforcement learning", section 4; equals WPDIS if the model
-    is 0. Without a model it raises ValueError.
-    """
-    model_v, correction = _corrections(data, gamma)
-    weight = scaled_weights(log_weights(data, max_weight))
-    numerator = weight * correction * discounts(correction.shape[1], gamma)
-    first, ones = model_v[:, :1], np.ones((data.num_episodes, 1))
-    return Terms(np.concatenate([first, numerator], axis=1), np.concatenate([ones, weight], axis=1))
+ESTIMATORS: dict[str, Estimator] = {
+    estimator.name: estimator
+    for estimator in (
+        Estimator("is", per_decision=False, self_normalised=False, needs_model=False),
+        Estimator("wis", per_decision=False, self_normalised=True, needs_model=False),
+        Estimator("pdis", per_decision=True, self_normalised=False, needs_model=False),
+        Estimator("wpdis", per_decision=True, self_normalised=True, needs_model=False),
+        Estimator("dr", per_decision=True, self_normalised=False, needs_model=True),
+        Estimator("wdr", per_decision=True, self_normalised=True, needs_model=True),
+    )
+}
 
 
 def _corrections(data: OffPolicyEpisodes, gamma: float) -> tuple[np.ndarray, np.ndarray]:
@@ -451,33 +444,3 @@ def _corrections(data: OffPolicyEpisodes, gamma: float) -> tuple[np.ndarray, np.
 
 def _mean(values: np.ndarray) -> Terms:
     return Terms(values, np.ones_like(values))
-
-
-def _exp(log_weight: np.ndarray) -> np.ndarray:
-    return np.exp(np.minimum(log_weight, _LARGEST_LOG))
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """An estimator and its requirements."""
-
-    name: str
-    title: str
-    terms: Callable[[OffPolicyEpisodes, float, float | None], Terms]
-    per_decision: bool
-    """Whether the decisions before a reward weight it, instead of the whole episode's."""
-    self_normalised: bool
-    needs_model: bool
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    estimator.name: estimator
-    for estimator in (
-        Estimator("is", "importance sampling", importance_sampling, False, False, False),
-        Estimator("wis", "weighted importance sampling", weighted_importance_sampling, False, True, False),
-        Estimator("pdis", "per-decision importance sampling", per_decision_importance_sampling, True, False, False),
-        Estimator("wpdis", "weighted per-decision importance sampling", weighted_per_decision_importance_sampling, True, True, False),
-        Estimator("dr", "doubly robust", doubly_robust, True, False, True),
-        Estimator("wdr", "weighted doubly robust", weighted_doubly_robust, True, True, True),
-    )
-}

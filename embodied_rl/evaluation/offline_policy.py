@@ -9,7 +9,7 @@ horizon, Q queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -261,15 +261,6 @@ def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: M
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredRecording:
-    """All selected episodes, and every target's view of them."""
-
-    episodes: tuple[PlayedEpisode, ...]
-    scores: Mapping[str, tuple[ScoredEpisode, ...]]
-    """{label of a target: one per episode}."""
-
-
 def score_recording(
     recording: Recording,
     targets: Sequence[TargetPolicy],
@@ -280,8 +271,8 @@ def score_recording(
     num_draws: int = 8,
     seed: int = 0,
     on_episode: Callable[[int], object] | None = None,
-) -> ScoredRecording:
-    """Read a recording once and let every target score each episode.
+) -> tuple[tuple[PlayedEpisode, ...], dict[str, list[ScoredEpisode]]]:
+    """Read a recording once and let every target score each episode: (episodes, {label of a target: its view of each}).
 
     Args:
         targets: policies whose spaces are the recording's.
@@ -316,7 +307,7 @@ def score_recording(
             scores[target.label].append(score_episode(target, cut, observation, num_draws, random, tokens))
         if on_episode is not None:
             on_episode(1)
-    return ScoredRecording(tuple(played), {label: tuple(rows) for label, rows in scores.items()})
+    return tuple(played), scores
 
 
 def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_steps: int) -> PlayedEpisode:

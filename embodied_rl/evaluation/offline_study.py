@@ -152,7 +152,7 @@ def study_recording(
     limit = step_limit(recording, settings)
     if settings.given.horizon is None and settings.truncation == "end":
         settings = replace(settings, given=replace(settings.given, horizon=limit))
-    scored = offline_policy.score_recording(
+    episodes, scores = offline_policy.score_recording(
         recording,
         targets,
         horizon=settings.horizon,
@@ -162,7 +162,6 @@ def study_recording(
         seed=settings.given.seed,
         on_episode=on_episode,
     )
-    episodes = scored.episodes
     complete = [index for index, episode in enumerate(episodes) if episode.complete]
     if settings.estimators and not complete:
         raise UserError("No recorded episode ends, so no return is known. Use estimators=none for open-loop figures only.")
@@ -170,7 +169,7 @@ def study_recording(
     if settings.estimators:
         # Before the fits, which take long: a wrong reward_range is an error.
         behaviour = assessment.assess_behaviour(stack([episodes[index].reward for index in complete]), settings.given)
-    results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
+    results = [_study_policy(recording, target, episodes, scores[target.label], settings, on_fit) for target in targets]
     ranked_by, ranking, best = _rank(results)
     return OfflineStudy(
         settings=settings,
@@ -211,8 +210,12 @@ def _study_policy(
         confidence=given.confidence,
         seed=given.seed,
     )
-    complete = [pair for pair in zip(episodes, scores, strict=True) if pair[0].complete]
-    estimates, ess = _estimate(recording, target, complete, settings, on_fit) if settings.estimators else ((), None)
+    ended = [pair for pair in zip(episodes, scores, strict=True) if pair[0].complete]
+    estimates: tuple[assessment.Estimate, ...] = ()
+    ess = None
+    if settings.estimators:
+        case = _Case(recording, target, [episode for episode, _ in ended], [score for _, score in ended], settings)
+        estimates, ess = case.estimate(None if on_fit is None else partial(on_fit, target.label))
     examples = tuple(
         Example(episodes[index].number, episodes[index].seed, episodes[index].action, scores[index].predicted)
         for index in range(min(NUM_EXAMPLES, len(episodes)))
@@ -220,64 +223,109 @@ def _study_policy(
     return PolicyResult(target.label, target.path, target.step, open_loop, estimates, ess, examples)
 
 
-def _estimate(
-    recording: Recording,
-    target: offline_policy.TargetPolicy,
-    pairs: Sequence[tuple[offline_policy.PlayedEpisode, offline_policy.ScoredEpisode]],
-    settings: OfflineSettings,
-    on_fit: Callable[[str, int], object] | None,
-) -> tuple[tuple[assessment.Estimate, ...], np.ndarray | None]:
-    """All estimates of a target, and the effective sample size of its weights up to each step [T]."""
-    episodes, scores = [episode for episode, _ in pairs], [score for _, score in pairs]
-    fitted, refused = None, "not asked for"
-    if settings.needs_model:
-        advance = None if on_fit is None else partial(on_fit, target.label)
-        fitted, refused = fit_target(recording, target, episodes, scores, settings, advance)
-    no_weights = offline_policy.weights_unsupported(recording.info, episodes, target) or _cut_short(episodes, settings)
-    data = _off_policy(episodes, scores, fitted, settings, weighted=not no_weights)
-    names = [name for name in settings.estimators if name in ESTIMATORS]
-    refits: list[OffPolicyEpisodes] = []
-    if fitted is not None and not no_weights:
-        models = zip(fitted.member_q, fitted.member_v, strict=True)
-        refits = [_with_model(data, episodes, q, v, settings) for q, v in models]
-    estimates = assessment.assess(data, names, settings.given, unsupported=no_weights, refits=refits)
-    if "fqe" in settings.estimators:
-        values, notes = (np.zeros(0), ()) if fitted is None else (fitted.values, _fit_notes(fitted, episodes))
-        if fitted is not None and not no_weights and assessment.ratio_mismatch(data):
-            notes = (*notes, "the recording has few of the target policy's actions in these states: these values are extrapolated")
-        estimates.append(assessment.assess_model(values, settings.given, refused=refused, notes=notes))
-    return tuple(assessment.note_contradictions(estimates)), None if no_weights else effective_sample_size(
-        log_weights(data, settings.given.max_weight)
-    )
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """The complete episodes as one target policy sees them, on the way to its estimates."""
 
+    recording: Recording
+    target: offline_policy.TargetPolicy
+    episodes: Sequence[offline_policy.PlayedEpisode]
+    scores: Sequence[offline_policy.ScoredEpisode]
+    settings: OfflineSettings
 
-# ---- fitted values ----------------------------------------------------------------------------------------------------
+    def estimate(self, on_step: Callable[[int], object] | None) -> tuple[tuple[assessment.Estimate, ...], np.ndarray | None]:
+        """All estimates, and the effective sample size of the weights up to each step [T]."""
+        settings, given = self.settings, self.settings.given
+        fitted, refused = self._fit(on_step) if settings.needs_model else (None, "not asked for")
+        no_weights = offline_policy.weights_unsupported(self.recording.info, self.episodes, self.target) or self._cut_short()
+        ratios = None
+        if not no_weights:
+            pairs = zip(self.episodes, self.scores, strict=True)
+            ratios = [score.log_prob.sum(axis=1) - episode.log_prob.sum(axis=1) for episode, score in pairs if episode.log_prob is not None]
+        data = stack([episode.reward for episode in self.episodes], ratios)
+        refits: list[OffPolicyEpisodes] = []
+        if fitted is not None:
+            models = zip(fitted.member_q, fitted.member_v, strict=True)
+            refits = [] if no_weights else [self._with_model(data, q, v) for q, v in models]
+            data = self._with_model(data, fitted.q, fitted.v)
+        names = [name for name in settings.estimators if name in ESTIMATORS]
+        estimates = assessment.assess(data, names, given, unsupported=no_weights, refits=refits)
+        if "fqe" in settings.estimators:
+            values, notes = (np.zeros(0), ()) if fitted is None else (fitted.values, self._fit_notes(fitted))
+            if fitted is not None and not no_weights and assessment.ratio_mismatch(data):
+                notes = (*notes, "the recording has few of the target policy's actions in these states: these values are extrapolated")
+            estimates.append(assessment.assess_model(values, given, refused=refused, notes=notes))
+        ess = None if no_weights else effective_sample_size(log_weights(data, given.max_weight))
+        return tuple(assessment.note_contradictions(estimates)), ess
 
+    # ---- fitted values ----
 
-def fit_target(
-    recording: Recording,
-    target: offline_policy.TargetPolicy,
-    episodes: Sequence[offline_policy.PlayedEpisode],
-    scores: Sequence[offline_policy.ScoredEpisode],
-    settings: OfflineSettings,
-    on_step: Callable[[int], object] | None = None,
-) -> tuple[FittedQ | None, str]:
-    """Fitted-Q evaluation of a target on the recording, or (None, why it is refused)."""
-    refused = _fit_unsupported(recording, target, episodes, scores, settings)
-    if refused:
-        return None, refused
-    steps = recorded_steps(episodes, scores, truncation=settings.truncation, limit=settings.given.horizon)
-    try:
-        fitted = fit_q(
-            steps,
-            settings.given.gamma,
-            settings.fitted_q,
-            reachable=_reachable(episodes, settings),
-            on_step=on_step,
+    def _fit(self, on_step: Callable[[int], object] | None) -> tuple[FittedQ | None, str]:
+        """Fitted-Q evaluation of the target, or (None, why it is refused)."""
+        settings, given = self.settings, self.settings.given
+        if refused := self._fit_unsupported():
+            return None, refused
+        steps = recorded_steps(self.episodes, self.scores, truncation=settings.truncation, limit=given.horizon)
+        rewards = np.concatenate([episode.reward for episode in self.episodes])
+        seen = given.reward_range or (float(rewards.min()), float(rewards.max()))
+        # Bounds of the sums of rewards like the recorded ones.
+        possible = replace(given, reward_range=seen, horizon=given.horizon if settings.truncation == "end" else None)
+        try:
+            return fit_q(steps, given.gamma, settings.fitted_q, reachable=possible.return_range(), on_step=on_step), ""
+        except FloatingPointError as error:
+            return None, f"{error}: set a smaller fqe.learning_rate"
+
+    def _fit_unsupported(self) -> str:
+        info, settings = self.recording.info, self.settings
+        if reason := info.selected_by_outcome:
+            return reason
+        if self.target.horizon != 1:
+            return f"fitted values need single decisions, and this policy decides {self.target.horizon} steps at once"
+        if len(self.episodes) < MIN_FITTED:
+            return f"{len(self.episodes)} episodes are too few to fit values to; at least {MIN_FITTED} are needed"
+        if settings.given.gamma >= 1 and settings.truncation == "bootstrap":
+            return "gamma must be below 1 where cut episodes are continued (truncation=bootstrap)"
+        if reason := offline_policy.deterministic_behaviour(info, self.episodes):
+            return f"deterministic behaviour: {reason}, so the values of other actions are unknown"
+        share = outside_share(self.episodes, self.scores)
+        if share > MAX_OUTSIDE:
+            return f"support mismatch: {share:.0%} of the target policy's actions lie outside the recorded range"
+        return ""
+
+    def _fit_notes(self, fitted: FittedQ) -> tuple[str, ...]:
+        notes = ["the interval covers the choice of episodes and the randomness of the fit, but not the errors that all fits share"]
+        spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
+        if abs(fitted.drift) > max(spread, 1e-9):
+            notes.append(f"not converged ({fitted.drift:+.3g} in the last steps): increase fqe.num_steps")
+        if any(episode.log_prob is None for episode in self.episodes):
+            notes.append(
+                "it is unknown how the recorded actions were sampled: a deterministic player gives no information on other actions"
+            )
+        return tuple(notes)
+
+    # ---- weights ----
+
+    def _with_model(self, data: OffPolicyEpisodes, q: np.ndarray, v: np.ndarray) -> OffPolicyEpisodes:
+        """The episodes with a model's Q of their steps [M] and V of their states [S]."""
+        # The model's values are concatenated over all episodes; an episode has one state more than steps.
+        ends = np.cumsum([episode.num_steps for episode in self.episodes])
+        model_q = np.split(q, ends[:-1])
+        model_v = np.split(v.copy(), (ends + np.arange(1, len(ends) + 1))[:-1])
+        for episode, values in zip(self.episodes, model_v, strict=True):
+            if episode.terminated or self.settings.truncation == "end":
+                values[-1] = 0.0
+        padded = stack([episode.reward for episode in self.episodes], model_q=model_q, model_v=model_v)
+        return replace(data, model_q=padded.model_q, model_v=padded.model_v)
+
+    def _cut_short(self) -> str:
+        """Why importance weights cannot give the value of episodes that continue after a cut; "" if they can."""
+        tails = [self.settings.given.gamma**episode.num_steps for episode in self.episodes if episode.truncated]
+        if self.settings.truncation == "end" or not tails or max(tails) <= MAX_TAIL:
+            return ""
+        return (
+            f"{len(tails)} of {len(self.episodes)} episodes were cut with up to {max(tails):.0%} of their discount left, and weights "
+            "cannot estimate the rest: use truncation=end, or fqe"
         )
-    except FloatingPointError as error:
-        return None, f"{error}: set a smaller fqe.learning_rate"
-    return fitted, ""
 
 
 def recorded_steps(
@@ -319,29 +367,6 @@ def recorded_steps(
     )
 
 
-def _fit_unsupported(
-    recording: Recording,
-    target: offline_policy.TargetPolicy,
-    episodes: Sequence[offline_policy.PlayedEpisode],
-    scores: Sequence[offline_policy.ScoredEpisode],
-    settings: OfflineSettings,
-) -> str:
-    if reason := recording.info.selected_by_outcome:
-        return reason
-    if target.horizon != 1:
-        return f"fitted values need single decisions, and this policy decides {target.horizon} steps at once"
-    if len(episodes) < MIN_FITTED:
-        return f"{len(episodes)} episodes are too few to fit values to; at least {MIN_FITTED} are needed"
-    if settings.given.gamma >= 1 and settings.truncation == "bootstrap":
-        return "gamma must be below 1 where cut episodes are continued (truncation=bootstrap)"
-    if reason := offline_policy.deterministic_behaviour(recording.info, episodes):
-        return f"deterministic behaviour: {reason}, so the values of other actions are unknown"
-    share = outside_share(episodes, scores)
-    if share > MAX_OUTSIDE:
-        return f"support mismatch: {share:.0%} of the target policy's actions lie outside the recorded range"
-    return ""
-
-
 def outside_share(episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequence[offline_policy.ScoredEpisode]) -> float:
     """Share of the target's actions in the recorded states outside the range of all recorded ones: probability of choices that were never
     made, or vector entries beyond the smallest and largest of their dimension."""
@@ -357,72 +382,6 @@ def outside_share(episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequ
     slack = 0.05 * (high - low) + 1e-6
     return float(
         np.mean([((score.draws < low - slack) | (score.draws > high + slack)).mean() for score in scores if score.draws is not None])
-    )
-
-
-def _reachable(episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> tuple[float, float] | None:
-    """(lowest, highest) possible sum of rewards like the recorded ones."""
-    given = settings.given
-    rewards = np.concatenate([episode.reward for episode in episodes])
-    observed = given.reward_range or (float(rewards.min()), float(rewards.max()))
-    return replace(given, reward_range=observed, horizon=given.horizon if settings.truncation == "end" else None).return_range()
-
-
-def _fit_notes(fitted: FittedQ, episodes: Sequence[offline_policy.PlayedEpisode]) -> tuple[str, ...]:
-    notes = ["the interval covers the choice of episodes and the randomness of the fit, but not the errors that all fits share"]
-    spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
-    if abs(fitted.drift) > max(spread, 1e-9):
-        notes.append(f"not converged ({fitted.drift:+.3g} in the last steps): increase fqe.num_steps")
-    if any(episode.log_prob is None for episode in episodes):
-        notes.append("it is unknown how the recorded actions were sampled: a deterministic player gives no information on other actions")
-    return tuple(notes)
-
-
-# ---- weights ----------------------------------------------------------------------------------------------------------
-
-
-def _off_policy(
-    episodes: Sequence[offline_policy.PlayedEpisode],
-    scores: Sequence[offline_policy.ScoredEpisode],
-    fitted: FittedQ | None,
-    settings: OfflineSettings,
-    *,
-    weighted: bool,
-) -> OffPolicyEpisodes:
-    """The episodes with their ratios and the model's values."""
-    ratios = None
-    if weighted:
-        pairs = zip(episodes, scores, strict=True)
-        ratios = [score.log_prob.sum(axis=1) - episode.log_prob.sum(axis=1) for episode, score in pairs if episode.log_prob is not None]
-    data = stack([episode.reward for episode in episodes], ratios)
-    return data if fitted is None else _with_model(data, episodes, fitted.q, fitted.v, settings)
-
-
-def _with_model(
-    data: OffPolicyEpisodes, episodes: Sequence[offline_policy.PlayedEpisode], q: np.ndarray, v: np.ndarray, settings: OfflineSettings
-) -> OffPolicyEpisodes:
-    """The episodes with a model's Q of their steps [M] and V of their states [S]."""
-    # The model's values are concatenated over all episodes; an episode has one state more than steps.
-    ends = np.cumsum([episode.num_steps for episode in episodes])
-    model_q = np.split(q, ends[:-1])
-    model_v = np.split(v.copy(), (ends + np.arange(1, len(ends) + 1))[:-1])
-    for episode, values in zip(episodes, model_v, strict=True):
-        if episode.terminated or settings.truncation == "end":
-            values[-1] = 0.0
-    padded = stack([episode.reward for episode in episodes], model_q=model_q, model_v=model_v)
-    return replace(data, model_q=padded.model_q, model_v=padded.model_v)
-
-
-def _cut_short(episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> str:
-    """Why importance weights cannot give the value of episodes that continue after a cut; "" if they can."""
-    if settings.truncation == "end":
-        return ""
-    tails = [settings.given.gamma**episode.num_steps for episode in episodes if episode.truncated]
-    if not tails or max(tails) <= MAX_TAIL:
-        return ""
-    return (
-        f"{len(tails)} of {len(episodes)} episodes were cut with up to {max(tails):.0%} of their discount left, and weights cannot "
-        "estimate the rest: use truncation=end, or fqe"
     )
 
 

@@ -9,10 +9,8 @@ from embodied_rl.episodes.estimators import (
     ESTIMATORS,
     behaviour_value,
     discounted_returns,
-    doubly_robust,
     log_weights,
     stack,
-    weighted_importance_sampling,
 )
 from tests.episodes.tiny_mdp import REWARD, TARGET, exact_value, exact_values, off_policy, paths, sample_paths
 
@@ -90,7 +88,7 @@ def test_doubly_robust_without_a_model_is_per_decision() -> None:
         ours, theirs = (ESTIMATORS[name].terms(nothing, GAMMA, None) for name in (robust, plain))
         assert ours.value() == pytest.approx(theirs.value(), rel=1e-12)
     with pytest.raises(ValueError, match="model_q"):
-        doubly_robust(off_policy(chosen, GAMMA), GAMMA)
+        ESTIMATORS["dr"].terms(off_policy(chosen, GAMMA), GAMMA)
 
 
 def test_doubly_robust_with_the_true_model_is_the_true_value_of_its_first_state() -> None:
@@ -113,7 +111,7 @@ def test_doubly_robust_with_the_true_model_is_the_true_value_of_its_first_state(
         r, ratio, q, own = (np.array(column) for column in zip(*row, strict=True))
         rewards.append(r), ratios.append(ratio), model_q.append(q), model_v.append(np.append(own, 0.0))
     data = stack(rewards, ratios, model_q=model_q, model_v=model_v)
-    np.testing.assert_allclose(doubly_robust(data, GAMMA).numerator[:, 0], first, rtol=1e-12)
+    np.testing.assert_allclose(ESTIMATORS["dr"].terms(data, GAMMA).numerator[:, 0], first, rtol=1e-12)
 
 
 def test_the_recursion_of_the_paper_is_the_written_out_sum() -> None:
@@ -122,7 +120,7 @@ def test_the_recursion_of_the_paper_is_the_written_out_sum() -> None:
     data = off_policy(chosen, GAMMA, model)
     assert data.model_q is not None
     assert data.model_v is not None
-    found = doubly_robust(data, GAMMA).numerator[:, 0]
+    found = ESTIMATORS["dr"].terms(data, GAMMA).numerator[:, 0]
     for row, path in enumerate(chosen):
         value = 0.0  # Jiang & Li 2016, equation 10, from the end
         for t in range(len(path.actions) - 1, -1, -1):
@@ -142,16 +140,16 @@ def test_weighted_forms_survive_weights_beyond_any_float() -> None:
     log_ratio = [np.full(50, 40.0), np.full(50, 40.0 - np.log(3) / 50), np.full(50, -np.inf)]
     data = stack([np.ones(50), np.zeros(50), np.ones(50)], log_ratio)
     # The weights are 3 : 1 : 0 at the end, so that WIS is 50 · 3/4.
-    assert weighted_importance_sampling(data, 1.0).value() == pytest.approx(37.5, rel=1e-9)
+    assert ESTIMATORS["wis"].terms(data, 1.0).value() == pytest.approx(37.5, rel=1e-9)
     assert np.isfinite(ESTIMATORS["is"].terms(data, 1.0, None).value())
     nobody = stack([np.ones(2)], [np.full(2, -np.inf)])
-    assert np.isnan(weighted_importance_sampling(nobody, 1.0).value())
+    assert np.isnan(ESTIMATORS["wis"].terms(nobody, 1.0).value())
     assert ESTIMATORS["pdis"].terms(nobody, 1.0, None).value() == 0.0
 
 
 def test_one_episode_makes_weighted_forms_the_recorded_return() -> None:
     data = stack([np.array([1.0, 2.0])], [np.log([0.1, 7.0])])
-    assert weighted_importance_sampling(data, 1.0).value() == pytest.approx(3.0)
+    assert ESTIMATORS["wis"].terms(data, 1.0).value() == pytest.approx(3.0)
     assert ESTIMATORS["wpdis"].terms(data, 1.0, None).value() == pytest.approx(3.0)
 
 
