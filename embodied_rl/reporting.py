@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.checkpoint.card import show_action
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import RememberedAnswers, write_atomic
 from embodied_rl.progress import clock_text
+from embodied_rl.specs import show_action
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
 from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
@@ -208,7 +208,7 @@ def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, devic
     """One line about a run's parts, once they are built."""
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
-    text = f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
+    text = f"{spec.task}: {policy}; action {show_action(spec.action)}; {num_slots} slots over {workers}."
     if config.stop_at_success is not None and not spec.reports_success:
         text += " The task reports no success: stop_at_success has no effect."
     if spec.action.kind != "text" and spec.max_episode_steps is None and config.sim.max_episode_steps is None:

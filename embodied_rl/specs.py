@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -253,3 +253,43 @@ class SimSpec:
                 "action": ActionSpec.from_dict(data["action"]),
             }
         )
+
+
+def show_part(part: TensorSpec | VariableSpec | None) -> str:
+    """A part of an observation in a few words."""
+    if part is None:
+        return "absent"
+    return f"{list(part.shape)} {part.dtype}" if isinstance(part, TensorSpec) else part.kind
+
+
+def show_action(action: ActionSpec) -> str:
+    """A simulator's actions in a few words."""
+    if action.kind == "discrete":
+        return f"discrete({action.num_actions})"
+    if action.kind == "text":
+        return "text"
+    low, high = np.asarray(action.low), np.asarray(action.high)
+    bounds = f"[{low.min():g}, {high.max():g}]" if low.size else "[]"
+    return f"continuous({action.dim}) within {bounds}"
+
+
+def spec_differences(ours: SimSpec, theirs: SimSpec, *, same_task: bool = False, keys: Iterable[str] | None = None) -> list[str]:
+    """Every difference that a policy would notice, as ``ours ≠ theirs``.
+
+    `same_task`: the task's name counts too; `keys`: parts of the observation that count, None: all.
+    """
+    found = [f"task {ours.task} ≠ {theirs.task}"] if same_task and ours.task != theirs.task else []
+    for key in sorted({*ours.observation, *theirs.observation}) if keys is None else keys:
+        mine, other = ours.observation.get(key), theirs.observation.get(key)
+        if _content(mine) != _content(other):
+            found.append(f"observation '{key}' {show_part(mine)} ≠ {show_part(other)}")
+    if _content(ours.action) != _content(theirs.action):
+        mine_shown, other_shown = show_action(ours.action), show_action(theirs.action)
+        same = f"bounds of single dimensions of the action {mine_shown}"
+        found.append(f"action {mine_shown} ≠ {other_shown}" if mine_shown != other_shown else same)
+    return found
+
+
+def _content(part: TensorSpec | VariableSpec | ActionSpec | None) -> TensorSpec | VariableSpec | ActionSpec | None:
+    """A part without the size of a text's buffer, which a policy does not see."""
+    return part if part is None or isinstance(part, TensorSpec) else replace(part, max_bytes=0)

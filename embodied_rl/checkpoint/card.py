@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.files import write_atomic
 from embodied_rl.reading import yaml_text
-from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
+from embodied_rl.specs import show_action, show_part
+from embodied_rl.types import SimSpec
 from embodied_rl.versions import machine, versions
 
 CARD_FILE = "MODEL_CARD.md"
@@ -51,7 +50,7 @@ def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, sp
     """The card's text; `document`: content of ``state.json``."""
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
     installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
-    action = show_action(spec)
+    action = show_action(spec.action)
     given, python = shlex.quote(f"checkpoint={final}"), python_of(document["command"])
     domain = f", domain={next(iter(config.domains))!r}" if config.domains else ""
     given += f" domain={next(iter(config.domains))}" if config.domains else ""
@@ -59,7 +58,7 @@ def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, sp
     policies = " and ".join(dict.fromkeys(part.policy.name for part in parts.values())) or config.policy.name
     one = f"- Simulator: `sim={config.sim.name}`, task {spec.task}{f', instruction “{spec.instruction}”' if spec.instruction else ''}"
     several = "\n".join(f"- Domain {name}: {_of_domain(config.policy_of(name), part)}" for name, part in parts.items())
-    observation = ", ".join(f"{key} {show(part)}" for key, part in spec.observation.items())
+    observation = ", ".join(f"{key} {show_part(part)}" for key, part in spec.observation.items())
     return f"""# {spec.task}: {policies} trained with {config.algorithm.name}
 
 A policy of embodied_rl after {document["step"]:,} environment steps, saved {document["created"]}.
@@ -107,25 +106,6 @@ def _of_domain(role: str, config: TrainConfig) -> str:
     """One domain's simulator and policy, and the folder of its model for other tools."""
     place = f", in `{Path('model', model_place(role))}`" if config.policy.name == "language" else ""
     return f"`sim={config.sim.name}`, {config.policy.name}{place}"
-
-
-def show(part: TensorSpec | VariableSpec | None) -> str:
-    """A part of an observation in a few words."""
-    if part is None:
-        return "absent"
-    return f"{list(part.shape)} {part.dtype}" if isinstance(part, TensorSpec) else part.kind
-
-
-def show_action(spec: SimSpec) -> str:
-    """A simulator's actions in a few words."""
-    action = spec.action
-    if action.kind == "discrete":
-        return f"discrete({action.num_actions})"
-    if action.kind == "text":
-        return "text"
-    low, high = np.asarray(action.low), np.asarray(action.high)
-    bounds = f"[{low.min():g}, {high.max():g}]" if low.size else "[]"
-    return f"continuous({action.dim}) within {bounds}"
 
 
 def config_yaml(config: TrainConfig) -> str:

@@ -32,14 +32,15 @@ import numpy as np
 
 from embodied_rl import __version__
 from embodied_rl.checkpoint import tensors as tensor_files
-from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show, show_action
+from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
 from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, replace_folder, sum_of_document, sums_of
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
+from embodied_rl.specs import spec_differences
 from embodied_rl.trust import CHECKPOINT, require_trusted, sign
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -610,29 +611,11 @@ def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool =
 
     Raises IncompatibleCheckpointError naming every part that differs.
     """
-    ours, theirs = checkpoint.spec, spec
-    differences = []
-    if same_task and ours.task != theirs.task:
-        differences.append(f"task {ours.task} ≠ {theirs.task}")
-    for key in sorted({*ours.observation, *theirs.observation}):
-        mine, other = ours.observation.get(key), theirs.observation.get(key)
-        if _content(mine) != _content(other):
-            differences.append(f"observation '{key}' {show(mine)} ≠ {show(other)}")
-    if _content(ours.action) != _content(theirs.action):
-        shown = show_action(ours), show_action(theirs)
-        differences.append(
-            f"action {shown[0]} ≠ {shown[1]}" if shown[0] != shown[1] else f"bounds of single dimensions of the action {shown[0]}"
-        )
-    if differences:
+    if differences := spec_differences(checkpoint.spec, spec, same_task=same_task):
         raise IncompatibleCheckpointError(
             f"Checkpoint '{checkpoint.path}' was made for another simulator: {'; '.join(differences)} (checkpoint ≠ simulator). "
             f"Its own is sim={checkpoint.config.sim.name}."
         )
-
-
-def _content(part: TensorSpec | VariableSpec | ActionSpec | None) -> TensorSpec | VariableSpec | ActionSpec | None:
-    """A part without the size of a text's buffer, which a policy does not see."""
-    return part if part is None or isinstance(part, TensorSpec) else replace(part, max_bytes=0)
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:

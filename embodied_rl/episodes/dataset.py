@@ -15,7 +15,8 @@ import numpy as np
 
 from embodied_rl.episodes.recording import STEP_COLUMNS, EpisodeBlock, Recording, RecordingError
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
+from embodied_rl.specs import spec_differences
+from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec
 
 RewardKind = Literal["recorded", "success"]
 """recorded: the simulator's reward. success: 1 at a successful step, after which nothing counts, else 0."""
@@ -293,30 +294,37 @@ class DatasetOptions:
     """See `ActionSpec.normalise`."""
 
 
+@dataclass(frozen=True, eq=False)
 class TransitionTable:
     """All transitions of some episodes in memory; observations are stored once and gathered by row.
 
     U units (steps or messages) of E episodes; R = rows of observations, T + 1 of each episode.
     """
 
-    def __init__(self, episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> None:
+    observation: Observation
+    """Observations {key: [R, ...]}."""
+    row: np.ndarray
+    """[U] int64 row of the observation before each unit."""
+    next_row: np.ndarray
+    """[U] int64 row of the observation that the unit's target bootstraps from."""
+    action: np.ndarray
+    """[U, A], or [U, K, A] for messages, with the longest K."""
+    executed: np.ndarray
+    """[U] bool True, or [U, K] whether a message's step was executed."""
+    reward: np.ndarray
+    discount: np.ndarray
+
+    @staticmethod
+    def read(episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> TransitionTable:
         """Read the episodes. Raises RecordingError for NaN or infinity in the training data."""
-        self._keys = options.observation_keys
         # Neighbouring episodes of one recording are read at once.
-        read = [_Units.of(run[0][0], [number for _, number in run], action, options) for run in _runs_of_one_recording(episodes)]
-        offsets = np.cumsum([0, *(part.num_rows for part in read)])
-        self.observation: Observation = {key: _own([part.observation[key] for part in read]) for key in self._keys}
-        """Observations {key: [R, ...]}."""
-        self.row = np.concatenate([part.row + offset for part, offset in zip(read, offsets, strict=False)])
-        """[U] int64 row of the observation before each unit."""
-        self.next_row = np.concatenate([part.next_row + offset for part, offset in zip(read, offsets, strict=False)])
-        """[U] int64 row of the observation that the unit's target bootstraps from."""
-        self.action = _stack_actions([part.action for part in read])
-        """[U, A], or [U, K, A] for messages, with the longest K."""
-        self.executed = _stack_actions([part.executed for part in read])[..., 0]
-        """[U] bool True, or [U, K] whether a message's step was executed."""
-        self.reward = np.concatenate([part.reward for part in read])
-        self.discount = np.concatenate([part.discount for part in read])
+        parts = [vars(_read_run(run[0][0], [number for _, number in run], action, options)) for run in _runs_of_one_recording(episodes)]
+        offsets = np.cumsum([0, *(len(next(iter(part["observation"].values()))) for part in parts)])
+        return TransitionTable(
+            {key: _own([part["observation"][key] for part in parts]) for key in options.observation_keys},
+            *(np.concatenate([part[name] + offset for part, offset in zip(parts, offsets, strict=False)]) for name in ("row", "next_row")),
+            *(_padded([part[name] for part in parts]) for name in ("action", "executed", "reward", "discount")),
+        )
 
     @property
     def num_units(self) -> int:
@@ -336,49 +344,33 @@ class TransitionTable:
         )
 
 
-@dataclass(frozen=True)
-class _Units:
-    """Units of some episodes of one recording, in the form of the table."""
-
-    observation: Observation
-    row: np.ndarray
-    next_row: np.ndarray
-    action: np.ndarray
-    executed: np.ndarray
-    reward: np.ndarray
-    discount: np.ndarray
-
-    @property
-    def num_rows(self) -> int:
-        return len(next(iter(self.observation.values())))
-
-    @staticmethod
-    def of(recording: Recording, numbers: Sequence[int], action: ActionSpec, options: DatasetOptions) -> _Units:
-        seen = [f"observation.{key}" for key in options.observation_keys]
-        block = recording.read_many(numbers, [*seen, *STEP_COLUMNS])
-        bad = block.first_not_finite([*seen, "action", "reward"])
-        if bad is not None:
-            raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
-        columns, ends = block.columns, np.cumsum(block.lengths)
-        rewards, terminated = options.rewards(columns["reward"], columns["terminated"], columns["success"])
-        acted = action.normalise(columns["action"].reshape(block.num_steps, -1), margin=options.action_margin)
-        # An episode without an end counts as truncated: the next row belongs to another one.
-        truncated = columns["truncated"].copy()
-        truncated[ends - 1] = True
-        starts = np.arange(block.num_steps) if options.unit == "step" else _message_starts(recording, block)
-        units = _sum_units(starts, rewards, terminated, truncated, options.gamma)
-        windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
-        stops = np.append(starts[1:], block.num_steps)
-        if options.window is not None:
-            chunks, executed = _windows(acted, options.window, np.repeat(ends, block.lengths))
-        elif options.unit == "step":
-            chunks, executed = acted, np.ones((len(acted), 1), bool)
-        else:
-            chunks, executed = _chunks(acted, starts, stops)
-        # An episode has one more observation than steps.
-        before = block.episode_of_step[starts]
-        observation = {key: columns[name] for key, name in zip(options.observation_keys, seen, strict=True)}
-        return _Units(observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount)
+def _read_run(recording: Recording, numbers: Sequence[int], action: ActionSpec, options: DatasetOptions) -> TransitionTable:
+    """Table of some episodes of one recording."""
+    seen = [f"observation.{key}" for key in options.observation_keys]
+    block = recording.read_many(numbers, [*seen, *STEP_COLUMNS])
+    bad = block.first_not_finite([*seen, "action", "reward"])
+    if bad is not None:
+        raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
+    columns, ends = block.columns, np.cumsum(block.lengths)
+    rewards, terminated = options.rewards(columns["reward"], columns["terminated"], columns["success"])
+    acted = action.normalise(columns["action"].reshape(block.num_steps, -1), margin=options.action_margin)
+    # An episode without an end counts as truncated: the next row belongs to another one.
+    truncated = columns["truncated"].copy()
+    truncated[ends - 1] = True
+    starts = np.arange(block.num_steps) if options.unit == "step" else _message_starts(recording, block)
+    units = _sum_units(starts, rewards, terminated, truncated, options.gamma)
+    windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
+    stops = np.append(starts[1:], block.num_steps)
+    if options.window is not None:
+        chunks, executed = _ahead(acted, starts, np.repeat(ends, block.lengths)[starts], options.window)
+    elif options.unit == "step":
+        chunks, executed = acted, np.ones(len(acted), bool)
+    else:
+        chunks, executed = _ahead(acted, starts, stops, int((stops - starts).max()))
+    # An episode has one more observation than steps.
+    before = block.episode_of_step[starts]
+    observation = {key: columns[name] for key, name in zip(options.observation_keys, seen, strict=True)}
+    return TransitionTable(observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount)
 
 
 def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
@@ -407,24 +399,12 @@ def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, t
     return Units(np.array(total), np.array(factor), np.array(ends, bool), np.array(cuts, bool))
 
 
-def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[U, K, A] padded with 0, and [U, K, 1] bool where an action was executed."""
-    longest = int((stops - starts).max())
-    chunks = np.zeros((len(starts), longest, action.shape[1]), action.dtype)
-    executed = np.zeros((len(starts), longest, 1), bool)
-    for unit, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        chunks[unit, : stop - start] = action[start:stop]
-        executed[unit, : stop - start] = True
-    return chunks, executed
-
-
-def _windows(action: np.ndarray, size: int, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[T, K, A] actions from each step on, 0 after the last of its episode, and [T, K, 1] bool where an action exists.
-    `end` [T]: one past the last step of each step's episode."""
-    steps = np.arange(len(action))[:, None] + np.arange(size)
-    there = steps < end[:, None]
+def _ahead(action: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """[U, K, A] the next `size` actions from each start on, 0 from its stop on, and [U, K] bool where an action exists."""
+    steps = starts[:, None] + np.arange(size)
+    there = steps < stops[:, None]
     chunks = np.where(there[..., None], action[np.minimum(steps, len(action) - 1)], 0).astype(action.dtype)
-    return chunks, there[..., None]
+    return chunks, there
 
 
 def _runs_of_one_recording(episodes: Sequence[EpisodeRef]) -> Iterator[list[EpisodeRef]]:
@@ -436,12 +416,12 @@ def _own(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 and parts[0].flags.owndata else np.concatenate(parts)
 
 
-def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate; messages are padded to the longest of all episodes."""
-    if parts[0].ndim == 2:
+def _padded(parts: list[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays [U] or [U, K, ...]; messages are padded with 0 to the longest of all episodes."""
+    if parts[0].ndim == 1:
         return np.concatenate(parts)
     longest = max(part.shape[1] for part in parts)
-    return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]), (0, 0))) for part in parts])
+    return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]), *[(0, 0)] * (part.ndim - 2))) for part in parts])
 
 
 class EpisodeDataset:
@@ -522,7 +502,7 @@ class EpisodeDataset:
         chosen = self._window(window)
         if self._loaded is None or self._loaded[0] != chosen:
             self._loaded = None  # release the old part before the new one is read
-            self._loaded = (chosen, TransitionTable([self._episodes[index] for index in chosen], self.spec.action, self.options))
+            self._loaded = (chosen, TransitionTable.read([self._episodes[index] for index in chosen], self.spec.action, self.options))
         return self._loaded[1]
 
     def _window(self, number: int) -> tuple[int, ...]:
@@ -597,20 +577,13 @@ def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *,
 
     Raises RecordingError: names every part that differs, or the observation that was not recorded.
     """
-    theirs, differences = recording.spec, []
-    missing = [key for key in keys if key not in theirs.observation]
+    missing = [key for key in keys if key not in recording.spec.observation]
     if missing:
         raise RecordingError(
             f"Recording '{recording.path}' has no observation '{missing[0]}', which the policy reads."
-            f"{did_you_mean(missing[0], theirs.observation)} Record with it, or set policy.observation_key."
+            f"{did_you_mean(missing[0], recording.spec.observation)} Record with it, or set policy.observation_key."
         )
-    if same_task and theirs.task != spec.task:
-        differences.append(f"task {theirs.task} ≠ {spec.task}")
-    unequal = [key for key in keys if theirs.observation[key] != spec.observation.get(key)]
-    differences += [f"observation '{key}' {_show(theirs, key)} ≠ {_show(spec, key)}" for key in unequal]
-    if theirs.action != spec.action:
-        differences.append(f"action {_show_action(theirs.action)} ≠ {_show_action(spec.action)}")
-    if differences:
+    if differences := spec_differences(recording.spec, spec, same_task=same_task, keys=keys):
         own = recording.info.sim.get("name")
         raise RecordingError(
             f"Recording '{recording.path}' is of another simulator: {'; '.join(differences)} (recording ≠ simulator)."
@@ -624,18 +597,3 @@ def _bytes_per_step(spec: SimSpec, options: DatasetOptions) -> int:
     seen = sum(int(np.prod(part.shape, dtype=np.int64)) * np.dtype(part.dtype).itemsize for part in parts)
     seen += _TEXT_BYTES * (len(options.observation_keys) - len(parts))
     return seen + 8 * max(spec.action.dim, 1) * (options.window or 1) + 4 * np.dtype(np.float64).itemsize
-
-
-def _show(spec: SimSpec, key: str) -> str:
-    part = spec.observation.get(key)
-    if part is None:
-        return "absent"
-    return f"{part.dtype} {list(part.shape)}" if isinstance(part, TensorSpec) else part.kind
-
-
-def _show_action(action: ActionSpec) -> str:
-    if action.kind == "continuous":
-        low, high = (np.round(np.asarray(side), 4).tolist() for side in (action.low, action.high))
-        same = len(set(low)) <= 1 and len(set(high)) <= 1
-        return f"continuous({action.dim}) within {[low[0], high[0]] if same and low else [low, high]}"
-    return f"discrete({action.num_actions})" if action.kind == "discrete" else "text"

@@ -32,6 +32,7 @@ from embodied_rl.episodes.recording import (
 )
 from embodied_rl.errors import brief
 from embodied_rl.reading import open_regular, parse_json, read_npy_header, read_regular
+from embodied_rl.specs import spec_differences
 from embodied_rl.types import SimSpec
 
 RECORDING_FILE = "recording.json"
@@ -401,14 +402,8 @@ def _decode(episode: RecordedEpisode) -> None:
 
 def require_compatible(source: RecordingInfo, target: RecordingInfo, source_name: str, target_name: str) -> None:
     """Raise RecordingError if episodes of the two recordings do not fit together."""
-    for what in ("observation", "action"):
-        ours, theirs = (info.spec.to_dict()[what] for info in (source, target))
-        for key in sorted({*ours, *theirs}):
-            if ours.get(key) != theirs.get(key):
-                raise RecordingError(
-                    f"Episodes of '{source_name}' do not fit into '{target_name}': {what}.{key} is {ours.get(key)!r:.200} there and "
-                    f"{theirs.get(key)!r:.200} here."
-                )
+    if differences := spec_differences(source.spec, target.spec):
+        raise RecordingError(f"Episodes of '{source_name}' do not fit into '{target_name}': {'; '.join(differences)}.")
 
 
 def adopted(episode: RecordedEpisode, source: RecordingInfo, target: RecordingInfo) -> RecordedEpisode:

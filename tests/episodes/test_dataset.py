@@ -34,7 +34,7 @@ def four_episodes() -> object:
 
 
 def test_one_step_transitions_by_hand() -> None:
-    table = TransitionTable(
+    table = TransitionTable.read(
         [(recording([episode(3, 5), episode(2, 1, terminated=True, truncated=False)]), n) for n in (0, 1)], SPEC.action, OPTIONS
     )
     found = table.gather(np.arange(5))
@@ -51,7 +51,7 @@ def test_one_step_transitions_by_hand() -> None:
 def test_three_step_transitions_stay_in_their_episode() -> None:
     options = dataclasses.replace(OPTIONS, n_step=3)
     source = recording([episode(4, 0), episode(2, 1)])
-    found = TransitionTable(refs(source), SPEC.action, options).gather(np.arange(6))
+    found = TransitionTable.read(refs(source), SPEC.action, options).gather(np.arange(6))
     # 1 + 2/2 + 3/4; 2 + 3/2 + 4/4; 3 + 4/2; 4; 11 + 12/2; 12
     np.testing.assert_allclose(found.reward, [2.75, 4.5, 5.0, 4.0, 17.0, 12.0])
     np.testing.assert_allclose(found.discount, [0.125, 0.125, 0.25, 0.5, 0.25, 0.5])
@@ -59,14 +59,14 @@ def test_three_step_transitions_stay_in_their_episode() -> None:
 
 
 def test_an_episode_without_an_end_bootstraps_from_its_last_observation() -> None:
-    found = TransitionTable(refs(recording([episode(2, truncated=False)])), SPEC.action, OPTIONS).gather(np.arange(2))
+    found = TransitionTable.read(refs(recording([episode(2, truncated=False)])), SPEC.action, OPTIONS).gather(np.arange(2))
     np.testing.assert_allclose(found.discount, [0.5, 0.5])
 
 
 def test_messages_are_transitions_between_messages() -> None:
     """Chunks of 2, 3 and 1 steps: rewards summed with their discount, γ to the power of their length, actions filled up with 0."""
     source = recording([episode(6, chunk=np.array([0, 0, 1, 1, 1, 2]))])
-    table = TransitionTable(refs(source), SPEC.action, dataclasses.replace(OPTIONS, unit="message"))
+    table = TransitionTable.read(refs(source), SPEC.action, dataclasses.replace(OPTIONS, unit="message"))
     found = table.gather(np.arange(3))
     np.testing.assert_allclose(found.reward, [1 + 2 / 2, 3 + 4 / 2 + 5 / 4, 6])
     np.testing.assert_allclose(found.discount, [0.25, 0.125, 0.5])
@@ -74,7 +74,7 @@ def test_messages_are_transitions_between_messages() -> None:
     np.testing.assert_array_equal(found.next_observation["state"][:, 1], [2, 5, 6])
     np.testing.assert_array_equal(table.executed, [[1, 1, 0], [1, 1, 1], [1, 0, 0]])
     np.testing.assert_allclose(found.action[0, :, 1], [-1.0, -0.8, 0.0], atol=1e-6)
-    two = TransitionTable(refs(source), SPEC.action, dataclasses.replace(OPTIONS, unit="message", n_step=2)).gather(np.arange(3))
+    two = TransitionTable.read(refs(source), SPEC.action, dataclasses.replace(OPTIONS, unit="message", n_step=2)).gather(np.arange(3))
     np.testing.assert_allclose(two.reward, [2.0 + 6.25 / 4, 6.25 + 6 / 8, 6])
     np.testing.assert_array_equal(two.next_observation["state"][:, 1], [5, 6, 6])
 
@@ -82,7 +82,7 @@ def test_messages_are_transitions_between_messages() -> None:
 def test_success_as_reward() -> None:
     source = recording([episode(4, success=np.array([0, 1, 0, 1], bool))])
     options = dataclasses.replace(OPTIONS, rewards=SeenRewards("success"), n_step=2)
-    found = TransitionTable(refs(source), SPEC.action, options).gather(np.arange(4))
+    found = TransitionTable.read(refs(source), SPEC.action, options).gather(np.arange(4))
     # Each success ends it: 0 + 1/2; 1; 0 + 1/2; 1.
     np.testing.assert_allclose(found.reward, [0.5, 1.0, 0.5, 1.0])
     np.testing.assert_allclose(found.discount, [0, 0, 0, 0])
@@ -194,7 +194,7 @@ def test_a_recording_of_another_simulator_is_refused_with_the_reason() -> None:
         check_recording(source, other, ["state"], same_task=True)
     wider = dataclasses.replace(SPEC, observation={"state": TensorSpec((3,))}, action=ActionSpec.continuous([-1.0], [1.0]))
     with pytest.raises(
-        RecordingError, match=r"'state' float32 \[2\] ≠ float32 \[3\]; action continuous\(2\) .* ≠ continuous\(1\) within \[-1.0, 1.0\]"
+        RecordingError, match=r"'state' \[2\] float32 ≠ \[3\] float32; action continuous\(2\) .* ≠ continuous\(1\) within \[-1, 1\]"
     ):
         check_recording(source, wider, ["state"], same_task=True)
     with pytest.raises(RecordingError, match=r"has no observation 'stat', which the policy reads\. Did you mean 'state'\?"):
@@ -205,8 +205,8 @@ def test_numbers_that_are_not_finite_name_episode_and_field() -> None:
     broken = episode(2, 1)
     broken.observation["state"][1, 0] = np.nan
     with pytest.raises(RecordingError, match=r"'line', episode 1: NaN or infinity in observation\.state"):
-        TransitionTable(refs(recording([episode(2), broken])), SPEC.action, OPTIONS)
+        TransitionTable.read(refs(recording([episode(2), broken])), SPEC.action, OPTIONS)
     with pytest.raises(RecordingError, match="episode 0: NaN or infinity in reward"):
-        TransitionTable(refs(recording([episode(2, reward=np.array([1, np.inf], np.float32))])), SPEC.action, OPTIONS)
+        TransitionTable.read(refs(recording([episode(2, reward=np.array([1, np.inf], np.float32))])), SPEC.action, OPTIONS)
     with pytest.raises(UserError, match="No recorded episodes"):
         EpisodeDataset([], SPEC, OPTIONS, seed=0)

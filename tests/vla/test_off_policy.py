@@ -83,7 +83,7 @@ def test_recorded_chunks_are_one_decision_by_hand(tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "one", RecordingInfo(PointSim(1, words="none", pixels=False).spec, sim={}, policy={})) as writer:
         writer.add(episode)
     with open_recording(tmp_path / "one") as recording:
-        table = TransitionTable([(recording, 0)], SPEC.action, DatasetOptions(("state",), gamma=0.5, n_step=3, window=3))
+        table = TransitionTable.read([(recording, 0)], SPEC.action, DatasetOptions(("state",), gamma=0.5, n_step=3, window=3))
     found = table.gather(np.array([0, 3]))
     np.testing.assert_allclose(found.reward, [3, 16])
     np.testing.assert_allclose(found.discount, [1 / 8, 0])
