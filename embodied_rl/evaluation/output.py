@@ -124,6 +124,54 @@ class EvaluationResult:
     """Shares of kinds of a language agent's answers, such as answers without an action."""
 
 
+# ---- figures as texts, of results or of their JSON files --------------------------------------------------------------
+
+
+def percent(value: object) -> str:
+    """``97.0%``, or a dash."""
+    return f"{100 * value:.1f}%" if isinstance(value, int | float) else "–"
+
+
+def percent_range(interval: Sequence[float] | None) -> str:
+    """``91.5–99.0%``, or a dash."""
+    return f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}%" if interval else "–"
+
+
+def number_range(interval: Sequence[float] | None) -> str:
+    """``-0.25 to -0.17``, or a dash."""
+    return f"{interval[0]:.4g} to {interval[1]:.4g}" if interval else "–"
+
+
+def number(value: object, digits: int = 4) -> str:
+    """Significant figures, or a dash."""
+    return f"{value:.{digits}g}" if isinstance(value, int | float) else "–"
+
+
+def p_text(p_value: object) -> str:
+    """A p-value with three digits, as it is usually reported, or a dash."""
+    return "–" if not isinstance(p_value, int | float) else "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
+
+
+FIGURE_COLUMNS = ("success (once)", "95% interval", "at end", "return", "95% interval", "length")
+"""Headings of `figure_cells`; the first three are of tasks with success."""
+
+
+def figure_cells(figures: Mapping[str, Any], reports_success: bool = True) -> list[str]:
+    """Cells of `FIGURE_COLUMNS` of `Figures.to_dict`, without those of success for a task without it."""
+    success = [percent(figures.get("success")), percent_range(figures.get("success_interval_95")), percent(figures.get("success_at_end"))]
+    total = [number(figures.get("return_mean")), number_range(figures.get("return_mean_interval_95"))]
+    return [*(success if reports_success else ()), *total, number(figures.get("length_mean"))]
+
+
+def comparison_cells(comparison: Mapping[str, Any]) -> list[str]:
+    """Difference, interval and p-value of success, then of the return, of `Comparison.to_dict`."""
+    success, moved = comparison.get("success") or {}, comparison.get("return_difference")
+    points, ends = success.get("difference"), success.get("interval")
+    shown = ["–" if points is None else f"{100 * points:+.1f} points", f"{100 * ends[0]:+.1f} to {100 * ends[1]:+.1f}" if ends else "–"]
+    total = ["–" if moved is None else f"{moved:+.4g}", number_range(comparison.get("return_interval"))]
+    return [*shown, p_text(success.get("p_value")), *total, p_text(comparison.get("return_p_value"))]
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -137,9 +185,8 @@ def result_table(result: EvaluationResult) -> Table:
         ("success (at end)", figures.success_at_end, figures.success_at_end_interval),
     ):
         if rate is not None and interval is not None:
-            table.add_row(label, f"{rate:.1%}", _percent_range(interval))
-    low, high = figures.return_interval
-    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", f"{low:.4g} to {high:.4g}")
+            table.add_row(label, percent(rate), percent_range(interval))
+    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", number_range(figures.return_interval))
     table.add_row("reward per step", f"{figures.return_mean / figures.length_mean:.4g}", "")
     table.add_row("episode length", f"{figures.length_mean:.1f}", "")
     return table
@@ -156,11 +203,15 @@ def overview(players: Sequence[Player], results: Sequence[EvaluationResult], *, 
     """A row of figures for each policy; with `against` the others are compared with the last one."""
     first = results[0]
     title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {_seed_range(first.figures)}, the same for all"
-    table = figure_table(title, ("policy", *_figure_columns(first.spec.reports_success)))
+    table = figure_table(title, ("policy", *FIGURE_COLUMNS[0 if first.spec.reports_success else 3 :]))
     for index, (label, result) in enumerate(zip(labels(players), results, strict=True)):
         is_last = against and index == len(results) - 1
         before_last = against and index == len(results) - 2
-        table.add_row(f"against: {label}" if is_last else label, *_figure_cells(result.figures), end_section=before_last)
+        table.add_row(
+            f"against: {label}" if is_last else label,
+            *figure_cells(result.figures.to_dict(), first.spec.reports_success),
+            end_section=before_last,
+        )
     return table
 
 
@@ -173,10 +224,9 @@ def comparison_table(players: Sequence[Player], results: Sequence[EvaluationResu
     columns = ("policy", *(("success (once)", "95% interval", "p") if reports_success else ()), "return", "95% interval", "p")
     table = figure_table(f"Against {names[-1]}, seed by seed ({comparisons[0].num_pairs} pairs)", columns)
     for name, comparison, adjusted in zip(names, comparisons, adjusted_p_values(comparisons), strict=False):
-        cells = [name]
-        if comparison.success is not None:
-            cells += [*_rate_cells(comparison.success)[:2], p_text(adjusted["success"])]
-        table.add_row(*cells, *_return_cells(comparison)[:2], p_text(adjusted["return"]))
+        cells = comparison_cells(comparison.to_dict())
+        rate = (*cells[:2], p_text(adjusted["success"])) if reports_success else ()
+        table.add_row(name, *rate, *cells[3:5], p_text(adjusted["return"]))
     table.caption = "p: adjusted for the number of comparisons (Holm)"
     return table
 
@@ -185,24 +235,14 @@ def _one_comparison(title: str, comparison: Comparison) -> Table:
     table = figure_table(f"{title}, seed by seed ({comparison.num_pairs} pairs)", ("", "difference", "95% interval", "p"))
     for label, rate in (("success (once)", comparison.success), ("success (at end)", comparison.success_at_end)):
         if rate is not None:
-            table.add_row(label, *_rate_cells(rate))
-    table.add_row("return", *_return_cells(comparison))
+            table.add_row(label, *comparison_cells({"success": asdict(rate)})[:3])
+    table.add_row("return", *comparison_cells(comparison.to_dict())[3:])
     table.add_row("episode length", f"{comparison.length_difference:+.1f}", "", "")
     if (rate := comparison.success) is not None:
         text = f"success: both {rate.both}, only this one {rate.only_policy}, only the other {rate.only_against}, neither {rate.neither}"
         left_out = f"; {comparison.num_unpaired} seeds that only one policy finished are left out" if comparison.num_unpaired else ""
         table.caption = text + left_out
     return table
-
-
-def _rate_cells(rate: RateComparison) -> tuple[str, str, str]:
-    low, high = rate.interval
-    return f"{100 * rate.difference:+.1f} points", f"{100 * low:+.1f} to {100 * high:+.1f}", p_text(rate.p_value)
-
-
-def _return_cells(comparison: Comparison) -> tuple[str, str, str]:
-    low, high = comparison.return_interval
-    return f"{comparison.return_difference:+.4g}", f"{low:+.4g} to {high:+.4g}", p_text(comparison.return_p_value)
 
 
 def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> Table | None:
@@ -213,14 +253,14 @@ def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> 
         return None
     several = len(results) > 1
     reports_success = results[0].spec.reports_success
-    columns = ("task", *(("policy",) if several else ()), "episodes", *_figure_columns(reports_success))
+    columns = ("task", *(("policy",) if several else ()), "episodes", *FIGURE_COLUMNS[0 if reports_success else 3 :])
     table = figure_table("By task", columns, leading=1 + several)
     for name in names:
         for index, (label, own) in enumerate(zip(labelled, tasks, strict=True)):
             if name in own:
-                figures = summarise(own[name], reports_success)
-                cells = (name if index == 0 else "", *((label,) if several else ()), str(figures.num_episodes))
-                table.add_row(*cells, *_figure_cells(figures), end_section=several and index == len(results) - 1)
+                figures = summarise(own[name], reports_success).to_dict()
+                cells = (name if index == 0 else "", *((label,) if several else ()), str(figures["num_episodes"]))
+                table.add_row(*cells, *figure_cells(figures, reports_success), end_section=several and index == len(results) - 1)
     return table
 
 
@@ -234,27 +274,6 @@ def labels(players: Sequence[Player]) -> list[str]:
     if len(set(names)) == len(names):
         return names
     return [name if policy == "random" else str(checkpoint.path) for name, (checkpoint, policy) in zip(names, players, strict=True)]
-
-
-def p_text(p_value: float) -> str:
-    """A p-value with three digits, as it is usually reported."""
-    return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
-
-
-def _figure_columns(reports_success: bool) -> tuple[str, ...]:
-    return (*(("success (once)", "95% interval", "at end") if reports_success else ()), "return", "95% interval", "length")
-
-
-def _figure_cells(figures: Figures) -> tuple[str, ...]:
-    low, high = figures.return_interval
-    success: tuple[str, ...] = ()
-    if figures.success is not None and figures.success_interval is not None:
-        success = (f"{figures.success:.1%}", _percent_range(figures.success_interval), f"{figures.success_at_end:.1%}")
-    return (*success, f"{figures.return_mean:.4g}", f"{low:.4g} to {high:.4g}", f"{figures.length_mean:.1f}")
-
-
-def _percent_range(interval: tuple[float, float]) -> str:
-    return f"{100 * interval[0]:.1f} – {100 * interval[1]:.1f}%"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

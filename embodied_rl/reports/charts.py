@@ -70,26 +70,6 @@ def card(content: str, title: str = "") -> str:
     return f'<div class="card">{head}{content}</div>' if content else ""
 
 
-def percent(value: object) -> str:
-    """``97.0%``, or a dash."""
-    return f"{100 * value:.1f}%" if isinstance(value, int | float) else "–"
-
-
-def percent_range(interval: Sequence[float] | None) -> str:
-    """``91.5–99.0%``, or a dash."""
-    return f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}%" if interval else "–"
-
-
-def number_range(interval: Sequence[float] | None) -> str:
-    """``-0.25 to -0.17``, or a dash."""
-    return f"{interval[0]:.4g} to {interval[1]:.4g}" if interval else "–"
-
-
-def number(value: object, digits: int = 4) -> str:
-    """Significant figures, or a dash."""
-    return f"{value:.{digits}g}" if isinstance(value, int | float) else "–"
-
-
 def clock(seconds: object) -> str:
     """``2 min 15 s``, or a dash."""
     if not isinstance(seconds, int | float):

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from embodied_rl.evaluation.output import FIGURE_COLUMNS, comparison_cells, figure_cells, number, number_range, percent, percent_range
 from embodied_rl.files import flat
 from embodied_rl.loggers.jsonl import choose_panels
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, meaning_of
@@ -25,10 +26,6 @@ from embodied_rl.reports.charts import (
     facts,
     grid,
     line_chart,
-    number,
-    number_range,
-    percent,
-    percent_range,
     scatter_chart,
     stacked_chart,
     text,
@@ -332,7 +329,7 @@ def runs_table(runs: Sequence[RunData]) -> str:
         cells = [text(run.name), text(run.seed if run.seed is not None else "–"), *(text(config.get(key, "–")) for key in keys)]
         cells += [*_cells(results), f"{steps:,}" if isinstance(steps, int) else "–", clock(results.get("wall_clock_s"))]
         rows.append(cells)
-    columns = ("run", "seed", *keys, *_FIGURES, "steps", "wall-clock")
+    columns = ("run", "seed", *keys, *FIGURE_COLUMNS, "steps", "wall-clock")
     return card(grid(columns, rows, numbers=range(2 + len(keys), len(columns))))
 
 
@@ -346,7 +343,7 @@ def evaluation_section(run: RunData) -> str:
     rows = []
     for name, document in run.evaluations.items():
         rows += [_evaluation_row(name, one, document) for one in document.get("evaluations") or [document]]
-    columns = ["file", "policy", "task", "seeds", *_FIGURES]
+    columns = ["file", "policy", "task", "seeds", *FIGURE_COLUMNS]
     if rows and {row[2] for row in rows} == {text(run.task)}:
         columns.pop(2)
         rows = [[*row[:2], *row[3:]] for row in rows]
@@ -365,21 +362,12 @@ def _cloning(run: RunData) -> str:
     stages = {"before cloning": cloned["before"], "after cloning": cloned["after"]}
     stages |= {"after reinforcement learning": run.results} if run.results.get("num_episodes") else {}
     rows = [[text(stage), text(figures.get("num_episodes", "–")), *_cells(figures)] for stage, figures in stages.items()]
-    columns = ("stage", "seeds", *_FIGURES)
+    columns = ("stage", "seeds", *FIGURE_COLUMNS)
     return card(grid(columns, rows, numbers=range(1, len(columns))), "Before and after cloning")
 
 
-_FIGURES = ("success (once)", "95% interval", "at end", "return", "95% interval", "length")
-
-
 def _cells(figures: Mapping[str, Any]) -> list[str]:
-    success = [percent(figures.get("success")), percent_range(figures.get("success_interval_95")), percent(figures.get("success_at_end"))]
-    return [
-        *success,
-        number(figures.get("return_mean")),
-        number_range(figures.get("return_mean_interval_95")),
-        number(figures.get("length_mean")),
-    ]
+    return [text(cell) for cell in figure_cells(figures)]
 
 
 def _evaluation_row(name: str, one: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
@@ -390,28 +378,16 @@ def _evaluation_row(name: str, one: Mapping[str, Any], document: Mapping[str, An
 def _comparisons(document: Mapping[str, Any]) -> str:
     rows = []
     for one in document.get("comparisons") or []:
-        success = one.get("success") or {}
-        points, ends, moved = success.get("difference"), success.get("interval"), one.get("return_difference")
-        cells = [text(one.get(key)) for key in ("policy", "against", "num_pairs")]
-        cells += [
-            "–" if points is None else f"{100 * points:+.1f} points",
-            f"{100 * ends[0]:+.1f} to {100 * ends[1]:+.1f}" if ends else "–",
-        ]
-        cells += [_p(success.get("p_value")), "–" if moved is None else f"{moved:+.4g}"]
-        cells += [number_range(one.get("return_interval")), _p(one.get("return_p_value"))]
-        rows.append(cells)
+        cells = [*(one.get(key) for key in ("policy", "against", "num_pairs")), *comparison_cells(one)]
+        rows.append([text(cell) for cell in cells])
     columns = ("policy", "against", "pairs", "success", "95% interval", "p", "return", "95% interval", "p")
     return grid(columns, rows, numbers=range(2, len(columns)))
-
-
-def _p(value: object) -> str:
-    return "–" if not isinstance(value, int | float) else "&lt; 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _by_task(results: Mapping[str, Any]) -> str:
     tasks = results.get("tasks") or {}
     rows = [[text(task), text(figures.get("num_episodes")), *_cells(figures)] for task, figures in tasks.items()]
-    columns = ("task", "episodes", *_FIGURES)
+    columns = ("task", "episodes", *FIGURE_COLUMNS)
     return grid(columns, rows, numbers=range(1, len(columns))) if rows else ""
 
 
