@@ -5,16 +5,16 @@ Shape legend: N episodes, T steps of the longest, B resamples.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from embodied_rl.episodes import estimators
 from embodied_rl.errors import UserError
+from embodied_rl.files import finite
 from embodied_rl.types import ActionSpec
 
 DEFAULT_BINS = 256
@@ -58,12 +58,6 @@ class OpenLoop:
     """Accuracy of always predicting the most frequent choice (or bin, per dimension)."""
     bound_share: float
     """Share of recorded vector entries at the simulator's bounds, where drawn actions were clipped; 0 for choices."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; NaN becomes null."""
-        data = asdict(self)
-        data["explained_by_dim"] = [None if np.isnan(value) else value for value in self.explained_by_dim]
-        return data
 
 
 def query_steps(num_steps: int, horizon: int) -> np.ndarray:
@@ -267,11 +261,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form without the samples."""
-        data = dataclasses.asdict(dataclasses.replace(self, samples=None))
-        del data["samples"]
-        if self.weights is not None and not math.isfinite(self.weights.largest):
-            data["weights"]["largest"] = None
-        return {**data, "notes": list(self.notes)}
+        return {name: finite(value) for name, value in asdict(replace(self, samples=None)).items() if name != "samples"}
 
 
 def assess(
@@ -339,7 +329,7 @@ def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
         ]
         if estimate.estimator in models and apart:
             note = f"contradicts {', '.join(apart)}: one of them has a larger error than its interval"
-            estimate = dataclasses.replace(estimate, notes=(*estimate.notes, note))
+            estimate = replace(estimate, notes=(*estimate.notes, note))
         noted.append(estimate)
     return noted
 
@@ -447,7 +437,7 @@ def _bounded(data: estimators.OffPolicyEpisodes, given: Assumptions) -> tuple[es
             "all possible rewards."
         )
     # Recorded rewards are float32, in which a bound such as 0.1 is a little larger.
-    return dataclasses.replace(data, reward=np.where(data.running, np.clip(data.reward, low, high), 0.0)), ""
+    return replace(data, reward=np.where(data.running, np.clip(data.reward, low, high), 0.0)), ""
 
 
 def _concentration(

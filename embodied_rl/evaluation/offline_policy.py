@@ -114,8 +114,7 @@ class TargetPolicy:
 
     def predict(self, observation: Observation) -> np.ndarray:
         """[Q, H, A] the most likely actions, normalised and unclipped."""
-        action = self._by_rows(observation, lambda part, _: self.policy.act(part, None).action)
-        return action.reshape(len(action), self.horizon, -1)
+        return self._chunks(self._by_rows(observation, lambda part, _: self.policy.act(part, None).action))
 
     def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
         """[Q, H, L] of normalised, unclipped actions [Q, H, A] that were drawn independently; −inf for impossible actions."""
@@ -133,11 +132,8 @@ class TargetPolicy:
         if self.mode == "mode":
             return self.predict(observation)
         rows = len(next(iter(observation.values())))
-        draws = []
-        for _ in range(num_draws):
-            noise = torch.from_numpy(random.standard_normal((rows, self.spec.action.dim), np.float32))
-            draws.append(self._by_rows(observation, partial(self._act_with, noise)))
-        return np.stack(draws, axis=1)
+        noise = [torch.from_numpy(self.policy.action_layout.noise(random, (rows,))) for _ in range(num_draws)]
+        return np.concatenate([self._chunks(self._by_rows(observation, partial(self._act_with, one))) for one in noise], axis=1)
 
     def probability(self, observation: Observation) -> np.ndarray:
         """[S, C] of each choice."""
@@ -153,6 +149,10 @@ class TargetPolicy:
         if self.policy.num_features is None:
             raise UserError(f"'{self.label}': the policy offers no features, and the observation has no flat part to fit values to.")
         return self._by_rows(observation, lambda part, _: self.policy.features(part))
+
+    def _chunks(self, units: np.ndarray) -> np.ndarray:
+        """Actions of the policy [Q, L] → [Q, H, A] normalised."""
+        return units.reshape(len(units), self.horizon, -1)
 
     def _act_with(self, noise: torch.Tensor, part: dict[str, torch.Tensor], rows: slice) -> torch.Tensor:
         return self.policy.act(part, noise[rows]).action
@@ -194,9 +194,6 @@ class TokenTarget(TargetPolicy):
     def has_density(self) -> bool:
         return self.mode == "sample"
 
-    def predict(self, observation: Observation) -> np.ndarray:
-        return self._in_bounds(self._by_rows(observation, lambda part, _: self.policy.act(part, None).action))
-
     def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
         return self._by_step(observation, self._own.units_of(torch.from_numpy(np.clip(chunks, -1.0, 1.0).astype(np.float32))))
 
@@ -207,7 +204,7 @@ class TokenTarget(TargetPolicy):
         """
         flat = tokens.reshape(len(tokens), -1)
         with np.errstate(all="ignore"):
-            meant = self._in_bounds(flat)
+            meant = self._chunks(flat)
         if not np.allclose(meant, action, atol=1e-4):
             return None
         return self._by_step(observation, torch.from_numpy(flat.astype(np.int64)))
@@ -216,15 +213,7 @@ class TokenTarget(TargetPolicy):
         found = self._by_rows(observation, partial(self._log_prob_of, units)).astype(np.float64)
         return np.stack([found[:, self._steps == step] for step in range(self.horizon)], axis=1)
 
-    def draw(self, observation: Observation, num_draws: int, random: np.random.Generator) -> np.ndarray:
-        if self.mode == "mode":
-            return self.predict(observation)
-        rows = len(observation[self.keys[0]])
-        noise = [torch.from_numpy(self._layout.noise(random, (rows,))) for _ in range(num_draws)]
-        return np.concatenate([self._in_bounds(self._by_rows(observation, partial(self._act_with, one))) for one in noise], axis=1)
-
-    def _in_bounds(self, units: np.ndarray) -> np.ndarray:
-        """[Q, L] → [Q, H, A] normalised by the simulator's bounds."""
+    def _chunks(self, units: np.ndarray) -> np.ndarray:
         given = given_action(self.policy, units)
         return self.spec.action.normalise(given.reshape(len(units), self.horizon, -1))
 

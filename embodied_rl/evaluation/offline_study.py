@@ -20,6 +20,7 @@ from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, effec
 from embodied_rl.episodes.recording import Recording
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation import offline_policy
+from embodied_rl.files import finite
 
 ALL_ESTIMATORS = (*ESTIMATORS, "fqe")
 PREFERENCE = ("wdr", "wpdis", "fqe", "dr", "pdis", "wis", "is")
@@ -93,7 +94,7 @@ class PolicyResult:
         """JSON-able, without arrays."""
         estimates = {estimate.estimator: estimate.to_dict() for estimate in self.estimates}
         head = {"label": self.label, "checkpoint": self.path, "step": self.step}
-        return {**head, "open_loop": self.open_loop.to_dict(), "estimates": estimates}
+        return {**head, "open_loop": finite(asdict(self.open_loop)), "estimates": estimates}
 
     def estimate(self, name: str) -> assessment.Estimate:
         return next(estimate for estimate in self.estimates if estimate.estimator == name)
