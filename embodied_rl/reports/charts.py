@@ -87,7 +87,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 36
 """Pixels around the plot for the axes' numbers."""
 _SIZE = 420, 220
 """Width and height of a drawing in its own units; it fills the available room."""
-_STEPS = "environment steps"
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,7 @@ def line_chart(
     title: str,
     series: Sequence[Series],
     *,
+    x_label: str = "environment steps",
     y_range: tuple[float, float] | None = None,
     percent: bool = False,
     note: str = "",
@@ -158,13 +158,13 @@ def line_chart(
         return ""
     frame = Frame.around(shown, *_SIZE, y_range)
     as_text = percent_text if percent else short_number
-    parts = [_axes(frame, _STEPS, as_text)]
+    parts = [_axes(frame, x_label, as_text)]
     order = sorted(shown, key=lambda one: ("thin", "line", "dots").index(one.kind))
     parts += [_band(frame, one) for one in order if one.band]
     parts += [_curve(frame, one) for one in order]
     data = {
         **frame.to_dict(),
-        "xl": _STEPS,
+        "xl": x_label,
         "percent": percent,
         "series": [{"l": one.label, "c": one.colour, "x": _compact(one.x), "y": _compact(one.y)} for one in shown if one.kind != "thin"],
     }
@@ -201,6 +201,40 @@ def scatter_chart(
         dots.append(f'<circle class="dot c{colour}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3"><title>{html.escape(text)}</title></circle>')
     drawn = svg(title, frame, _axes(frame, x_label, short_number) + "".join(dots))
     return figure(title, drawn, legend=_legend(legend), meaning=meaning)
+
+
+def range_chart(
+    title: str,
+    rows: Sequence[tuple[str, int, float | None, Sequence[tuple[float, float]]]],
+    *,
+    x_label: str,
+    x_range: tuple[float, float],
+    mark: float | None,
+    note: str,
+) -> str:
+    """A figure of values with their ranges, a row each; what lies outside of `x_range` is cut.
+
+    Args:
+        rows: (label, colour, value, its ranges from the widest and palest on); without a value a row has its label only.
+        mark: value of a dashed vertical line.
+    """
+    frame = Frame(x_range, (0.0, float(len(rows))), 840, _TOP + _BOTTOM + 32 * len(rows))
+    parts = [_axes(frame, x_label, None)]
+    for place, (label, colour, value, ranges) in enumerate(rows):
+        left, y = frame.at(x_range[0], len(rows) - place - 0.7)
+        parts.append(f'<text class="tick" x="{left + 4:.1f}" y="{y - 8:.1f}">{html.escape(label)}</text>')
+        for width, ends in zip((7, 2)[-len(ranges) :], ranges, strict=True):
+            (low, _), (high, _) = (frame.at(min(max(end, x_range[0]), x_range[1]), 0) for end in ends)
+            style = f"stroke-width: {width}; opacity: {0.3 if width > 2 else 1}"
+            parts.append(f'<path class="line c{colour % NUM_COLOURS}" style="{style}" d="M{low:.1f} {y:.1f}L{high:.1f} {y:.1f}"/>')
+        if value is not None:
+            at, _ = frame.at(value, 0)
+            name = f"<title>{html.escape(label)}: {value:.4g}</title>"
+            parts.append(f'<circle class="dot c{colour % NUM_COLOURS}" cx="{at:.1f}" cy="{y:.1f}" r="4">{name}</circle>')
+    if mark is not None:
+        at, _ = frame.at(mark, 0)
+        parts.append(f'<line class="mark mark-evaluation" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{frame.height - _BOTTOM}"/>')
+    return figure(title, svg(title, frame, "".join(parts)), note=note, wide=True)
 
 
 def stacked_chart(
@@ -303,11 +337,12 @@ def _labelled(ticks: Sequence[float], as_text: Callable[[float], str]) -> list[t
     return list(zip(ticks, labels, strict=True))
 
 
-def _axes(frame: Frame, x_label: str, as_text: Callable[[float], str]) -> str:
+def _axes(frame: Frame, x_label: str, as_text: Callable[[float], str] | None) -> str:
+    """Axes with their numbers; `as_text`: of the vertical one, None: it has none."""
     left, bottom = frame.at(frame.x[0], frame.y[0])
     right, _ = frame.at(frame.x[1], frame.y[1])
     parts = []
-    for tick, label in _labelled(nice_ticks(*frame.y), as_text):
+    for tick, label in _labelled(nice_ticks(*frame.y), as_text) if as_text else ():
         _, y = frame.at(frame.x[0], tick)
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{html.escape(label)}</text>')

@@ -6,7 +6,6 @@ offline_eval.html is one file with every figure, plot and video; it fetches noth
 from __future__ import annotations
 
 import base64
-import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +18,12 @@ from embodied_rl.episodes.estimators import Interval
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.meanings import OFFLINE
-from embodied_rl.reports.charts import card, facts, figure, grid, text
+from embodied_rl.reports.charts import NUM_COLOURS, Series, card, facts, grid, line_chart, range_chart, text
 from embodied_rl.reports.page import html_page
 from embodied_rl.types import TensorSpec
 from embodied_rl.video import fit_square, play_rate, tile, write_mp4
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from embodied_rl.evaluation.offline_study import OfflineStudy, PolicyResult
 
 MAX_PICTURES = 250
@@ -34,7 +31,6 @@ MAX_PICTURES = 250
 MAX_DIMENSIONS = 8
 """Most action dimensions that are drawn."""
 _VIDEO_SIZE, _FPS = 224, 20
-_COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#57606a")
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------
@@ -171,14 +167,11 @@ def _ranking(study: OfflineStudy) -> str:
 def _values(study: OfflineStudy) -> str:
     if not study.settings.estimators:
         return ""
-    meaning = "Point: estimate. Line: bootstrap interval. Pale line: concentration interval. Dashed line: value of the recorded policy."
-    parts = [_picture(draw_values(study), "Estimates", meaning)]
+    parts = [_values_chart(study)]
     for policy in study.policies:
         remarks = [_remarks(estimate) for estimate in all_estimates(study, policy)]
         parts.append(card(_grid(estimates(study, policy), remarks), policy.label))
-    if any(policy.ess_by_step is not None for policy in study.policies):
-        meaning = "Effective sample size of the importance weights up to each step. Below the dotted line, estimates are refused."
-        parts.append(_picture(draw_ess(study), "Effective sample size", meaning))
+    parts.append(_ess_chart(study))
     parts.append(card(f'<p class="note">{text(_EXPLANATION)}</p>'))
     return "".join(parts)
 
@@ -207,8 +200,9 @@ def _open_loop(study: OfflineStudy) -> str:
         bins = f" Each dimension has {first.num_bins} equal bins." if first.num_bins else ""
         shown += f"<details><summary>By dimension</summary>{_grid(by_dimension(study.policies))}</details>"
         shown += f'<p class="note">{first.bound_share:.1%} of the recorded action values lie at the simulator\'s bounds.{bins}</p>'
-    meaning = "Lines: the policy's actions in the recorded states. Dots: recorded actions. Each row is a dimension of the action."
-    return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", meaning) for policy in study.policies)
+    shown += '<p class="note">Lines: the policy\'s actions in the recorded states. Dots: recorded actions.</p>'
+    charts = "".join(map(_action_charts, study.policies))
+    return f'{card(shown)}<div class="charts">{charts}</div>'
 
 
 def _videos(recording: Recording, numbers: Sequence[int]) -> str:
@@ -235,101 +229,57 @@ def _provenance(document: Mapping[str, Any]) -> str:
     return card(shown + facts({**document["versions"], **document["machine"]}))
 
 
-# ---- plots ------------------------------------------------------------------------------------------------------------
+# ---- charts -----------------------------------------------------------------------------------------------------------
 
 
-def draw_values(study: OfflineStudy) -> Figure:
-    """Every estimate as a point with its bootstrap interval, a row of panels per estimator; the recorded policy's value is a line."""
-    names = [e.estimator for e in study.policies[0].estimates]
-    height = 0.7 + 0.32 * len(names) * len(study.policies)
-    figure = _figure(8.5, max(2.2, height))
-    axes = figure.add_subplot()
-    ticks, places = [], []
-    for row, name in enumerate(names):
-        for index, policy in enumerate(study.policies):
-            place = -(row * (len(study.policies) + 0.8) + index)
-            estimate, colour = policy.estimate(name), _COLOURS[index % len(_COLOURS)]
-            ticks.append(f"{name}  {policy.label}")
-            places.append(place)
-            if estimate.value is None:
-                axes.annotate("refused", (0.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color="#9a6700")
-                continue
-            if estimate.concentration is not None:
-                axes.plot([estimate.concentration.low, estimate.concentration.high], [place, place], color=colour, alpha=0.25, lw=5)
-            if estimate.bootstrap is not None:
-                axes.plot([estimate.bootstrap.low, estimate.bootstrap.high], [place, place], color=colour, lw=1.6)
-            axes.plot([estimate.value], [place], "o", color=colour, markersize=5)
-    if study.behaviour is not None and study.behaviour.value is not None:
-        axes.axvline(study.behaviour.value, color="#57606a", ls="--", lw=1, label="the recorded policy")
-        axes.legend(fontsize=8, loc="best")
-    axes.set_yticks(places, ticks, fontsize=8)
-    axes.set_ylim(min(places) - 0.8, 0.8)
-    axes.set_xlim(*_value_limits(study))
-    axes.set_xlabel(f"value, discount {study.settings.given.gamma:g}", fontsize=9)
-    axes.grid(axis="x", alpha=0.3)
-    return figure
+def _values_chart(study: OfflineStudy) -> str:
+    """Every estimate as a point with its intervals, estimator by estimator; the recorded policy's value is a line."""
+    rows: list[tuple[str, int, float | None, list[tuple[float, float]]]] = []
+    for name in [estimate.estimator for estimate in study.policies[0].estimates]:
+        for colour, policy in enumerate(study.policies):
+            estimate = policy.estimate(name)
+            intervals = [part for part in (estimate.concentration, estimate.bootstrap) if part is not None and estimate.value is not None]
+            label = f"{name}  {policy.label}" + ": refused" * (estimate.value is None)
+            rows.append((label, colour, estimate.value, [(part.low, part.high) for part in intervals]))
+    given = [*([study.behaviour] if study.behaviour else []), *(e for policy in study.policies for e in policy.estimates)]
+    # Concentration intervals may be many times wider than the others.
+    shown = [(e.value, e.bootstrap.low, e.bootstrap.high) for e in given if e.value is not None and e.bootstrap is not None]
+    ends = np.array(shown or [(0.0, 1.0, 1.0)])
+    room = 0.08 * float(np.ptp(ends)) or 1.0
+    return range_chart(
+        "Estimates",
+        rows,
+        x_label=f"value, discount {study.settings.given.gamma:g}",
+        x_range=(float(ends.min()) - room, float(ends.max()) + room),
+        mark=study.behaviour.value if study.behaviour else None,
+        note="Point: estimate. Line: bootstrap interval. Pale line: concentration interval. Dashed line: value of the recorded policy.",
+    )
 
 
-def _value_limits(study: OfflineStudy) -> tuple[float, float]:
-    """Limits for all values and bootstrap intervals; concentration intervals may be many times wider and leave the picture."""
-    estimates = [*([study.behaviour] if study.behaviour else []), *(e for policy in study.policies for e in policy.estimates)]
-    ends = [
-        end for e in estimates if e.value is not None for end in (e.value, *((e.bootstrap.low, e.bootstrap.high) if e.bootstrap else ()))
-    ]
-    low, high = min(ends, default=0.0), max(ends, default=1.0)
-    room = 0.08 * (high - low) or 1.0
-    return low - room, high + room
+def _ess_chart(study: OfflineStudy) -> str:
+    """Effective sample size over steps; empty without weights."""
+    shares = [(colour, policy.label, policy.ess_by_step) for colour, policy in enumerate(study.policies) if policy.ess_by_step is not None]
+    series = [Series(label, range(1, len(ess) + 1), ess.tolist(), colour) for colour, label, ess in shares]
+    if not series:
+        return ""
+    last = max(len(one.x) for one in series)
+    series.append(Series("min_ess", [1, last], [study.settings.given.min_ess] * 2, NUM_COLOURS - 1, "dots"))
+    note = "Effective sample size of the importance weights up to each step. Below the dotted line, estimates are refused."
+    chart = line_chart("Effective sample size", series, x_label="steps", y_range=(0.0, 1.05 * max(max(one.y) for one in series)), note=note)
+    return f'<div class="charts">{chart}</div>'
 
 
-def draw_ess(study: OfflineStudy) -> Figure:
-    """Effective sample size over steps."""
-    figure = _figure(8.5, 2.8)
-    axes = figure.add_subplot()
-    for index, policy in enumerate(study.policies):
-        if policy.ess_by_step is not None:
-            steps = np.arange(1, len(policy.ess_by_step) + 1)
-            axes.plot(steps, policy.ess_by_step, color=_COLOURS[index % len(_COLOURS)], label=policy.label)
-    axes.axhline(study.settings.given.min_ess, color="#cf222e", ls=":", lw=1, label="min_ess")
-    axes.set(xlabel="steps", ylabel="effective sample size", ylim=(0, None))
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    return figure
-
-
-def draw_open_loop(policy: PolicyResult) -> Figure:
-    """Recorded actions (dots) and predicted ones (lines), a row per dimension and a column per example episode."""
-    examples = policy.examples
-    dims = min(MAX_DIMENSIONS, examples[0].recorded.shape[1])
-    figure = _figure(3.6 * len(examples), 0.9 + 1.3 * dims)
-    for column, example in enumerate(examples):
-        for dim in range(dims):
-            axes = figure.add_subplot(dims, len(examples), dim * len(examples) + column + 1)
-            axes.plot(example.recorded[:, dim], ".", color="#57606a", markersize=3)
-            axes.plot(example.predicted[:, dim], color=_COLOURS[0], lw=1, marker="_" if len(example.predicted) == 1 else None)
-            axes.tick_params(labelsize=7)
-            axes.grid(alpha=0.3)
-            if dim == 0:
-                axes.set_title(f"episode {example.number}, seed {example.seed}", fontsize=9)
-            if column == 0:
-                axes.set_ylabel(f"action {dim}", fontsize=8)
-            if dim == dims - 1:
-                axes.set_xlabel("steps", fontsize=8)
-    return figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _picture(plot: Figure, title: str, meaning: str) -> str:
-    """A plot as a separate SVG inside the page, so that its identifiers collide with no other plot's."""
-    buffer = io.BytesIO()
-    plot.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    shown = f'<img alt="{text(title)}" src="data:image/svg+xml;base64,{data}">'
-    return f'<div class="plots">{figure(title, shown, note=meaning, wide=True)}</div>'
+def _action_charts(policy: PolicyResult) -> str:
+    """Recorded and predicted actions, a chart per dimension and example episode."""
+    charts = []
+    for dim in range(min(MAX_DIMENSIONS, policy.examples[0].recorded.shape[1])):
+        for example in policy.examples:
+            steps = range(len(example.recorded))
+            pairs = (("recorded", example.recorded, "dots"), ("predicted", example.predicted, "line"))
+            series = [Series(name, steps, rows[:, dim].tolist(), colour, kind) for colour, (name, rows, kind) in enumerate(pairs)]
+            title = f"{policy.label}, action {dim}: episode {example.number}, seed {example.seed}"
+            charts.append(line_chart(title, series, x_label="steps"))
+    return "".join(charts)
 
 
 # ---- pictures ---------------------------------------------------------------------------------------------------------
