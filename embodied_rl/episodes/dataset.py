@@ -188,13 +188,16 @@ def decisions(rollout: Rollout, gamma: float, seen: SeenRewards) -> Units:
         rewards, terminated = seen(rollout.reward, rollout.terminated, rollout.success)
         return Units(rewards, np.full(rewards.shape, float(gamma)), terminated, rollout.truncated)
     rewards, over, counted = _of_chunks(rollout, rollout.executed, rollout.chunk_reward, seen)
+    return _discounted(rewards, over, counted, rollout.terminated, rollout.truncated, gamma)
+
+
+def _discounted(
+    rewards: np.ndarray, over: np.ndarray, counted: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, gamma: float
+) -> Units:
+    """Units of several steps, from what each step of them [..., K] earned, whether it ends the episode, and whether it counts."""
     powers = np.power(float(gamma), np.arange(rewards.shape[-1]))
-    return Units(
-        (rewards.astype(np.float64) * counted) @ powers,
-        np.power(float(gamma), counted.sum(-1)),
-        rollout.terminated | (over & counted).any(-1),
-        rollout.truncated,
-    )
+    factor = np.power(float(gamma), counted.sum(-1))
+    return Units((rewards.astype(np.float64) * counted) @ powers, factor, terminated | (over & counted).any(-1), truncated)
 
 
 def rewards_of_steps(rollout: Rollout, seen: SeenRewards) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -213,7 +216,12 @@ def rewards_of_steps(rollout: Rollout, seen: SeenRewards) -> tuple[np.ndarray, n
 def _of_chunks(rollout: Rollout, executed: np.ndarray, reward: np.ndarray, seen: SeenRewards) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rewards, successes that end, steps that count) [T, N, K] of a rollout's chunks."""
     rewards, over = seen(reward, np.zeros_like(executed), rollout.chunk_success)
-    return rewards, over, executed & ~(np.cumsum(over, axis=-1) - over > 0)
+    return rewards, over, executed & ~_after_first(over)
+
+
+def _after_first(over: np.ndarray) -> np.ndarray:
+    """[..., K] whether an earlier step of the unit was the last."""
+    return np.cumsum(over, axis=-1) - over > 0
 
 
 class ReplayBuffer:
@@ -387,16 +395,10 @@ def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, t
     if len(starts) == len(reward):
         return Units(reward.astype(np.float64), np.full(len(reward), float(gamma)), terminated, truncated)
     stops = np.append(starts[1:], len(reward))
-    total, factor, ends, cuts = [], [], [], []
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        over = np.flatnonzero(terminated[start:stop])
-        last = start + int(over[0]) + 1 if over.size else stop
-        powers = np.power(float(gamma), np.arange(last - start))
-        total.append(float(powers @ reward[start:last].astype(np.float64)))
-        factor.append(float(gamma) ** (last - start))
-        ends.append(bool(over.size))
-        cuts.append(bool(truncated[start:stop].any()))
-    return Units(np.array(total), np.array(factor), np.array(ends, bool), np.array(cuts, bool))
+    steps, there = _ahead(np.stack([reward.astype(np.float64), terminated, truncated], axis=1), starts, stops, int((stops - starts).max()))
+    over = steps[..., 1] > 0
+    ended = np.zeros(len(starts), bool)
+    return _discounted(steps[..., 0], over, there & ~_after_first(over), ended, (steps[..., 2] > 0).any(-1), gamma)
 
 
 def _ahead(action: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,6 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -202,13 +201,8 @@ class VideoFolder:
                 fsync(path)
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """A finished episode with all columns in memory."""
-
-    columns: list[list[np.ndarray]]
-    """Rows of each column of the part, in pieces [t, *shape] of the column's dtype."""
-    about: files.EpisodeAbout
+Gathered = tuple[list[list[np.ndarray]], files.EpisodeAbout]
+"""A finished episode in memory: rows of each column of the part, in pieces [t, *shape] of the column's dtype; and the rest."""
 
 
 class PartWriter:
@@ -265,13 +259,13 @@ class PartWriter:
             return
         whole: dict[str, np.ndarray] = {}
         sums: list[list[int]] = []
-        lengths = [sum(map(len, episode.columns[self._reward])) for episode in episodes]
+        lengths = [sum(map(len, columns[self._reward])) for columns, _ in episodes]
         for number, column in enumerate(self.columns):
             file = self._files[column.name]
             assert isinstance(file, ArrayFile)
             sizes = [column.rows_of(length) for length in lengths]
             rows = self._scratch_for(number, sum(sizes))
-            np.concatenate([piece for episode in episodes for piece in episode.columns[number]], out=rows)
+            np.concatenate([piece for columns, _ in episodes for piece in columns[number]], out=rows)
             if column.must_be_finite:
                 _require_finite(column, rows, sizes)
             yield
@@ -281,9 +275,9 @@ class PartWriter:
         # No rows, over any that a failure left behind.
         of_snapshots = self._snapshots.append((), (), ())
         lines, first = [], 0
-        for number, (episode, length) in enumerate(zip(episodes, lengths, strict=True)):
+        for number, ((_, about), length) in enumerate(zip(episodes, lengths, strict=True)):
             summed = {name: whole[name][first : first + length] for name in files.SUMMED}
-            entry = episode.about.summary(summed)
+            entry = about.summary(summed)
             crcs = [*(of_column[number] for of_column in sums), of_snapshots]
             lines.append(self._line(entry, crcs, 0, self._num_steps + first, self.num_episodes + number))
             first += length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
@@ -362,15 +362,7 @@ class RecordedStep:
     @staticmethod
     def of(row: Mapping[str, Any], **others: Any) -> RecordedStep:
         """Build a step from a row of `STEP_COLUMNS` and the known `OPTIONAL_COLUMNS`, and the other fields."""
-        return RecordedStep(**{name: _PLAIN[name](value) if name in _PLAIN else value for name, value in row.items()}, **others)
-
-
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "reward": float,
-    "value": float,
-    "chunk": int,
-    **dict.fromkeys(("terminated", "truncated", "success"), bool),
-}
+        return RecordedStep(**{name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}, **others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,6 +413,8 @@ class Recording(ABC):
 
     def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable) -> None:
         self.path, self.info, self.table = path, info, table
+        self.lengths, self.seeds, self.returns = table.lengths, table.seeds, table.returns
+        self.success_once, self.success_at_end, self.complete = table.success_once, table.success_at_end, table.complete
 
     @abstractmethod
     def episode(self, number: int) -> RecordedEpisode:
@@ -471,36 +465,6 @@ class Recording(ABC):
     @property
     def spec(self) -> SimSpec:
         return self.info.spec
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[E] int64 number of steps of each episode."""
-        return self.table.lengths
-
-    @property
-    def seeds(self) -> np.ndarray:
-        """[E] int64 seed of each episode."""
-        return self.table.seeds
-
-    @property
-    def returns(self) -> np.ndarray:
-        """[E] float64 undiscounted returns."""
-        return self.table.returns
-
-    @property
-    def success_once(self) -> np.ndarray:
-        """[E] bool: success at any step."""
-        return self.table.success_once
-
-    @property
-    def success_at_end(self) -> np.ndarray:
-        """[E] bool: success at the last step."""
-        return self.table.success_at_end
-
-    @property
-    def complete(self) -> np.ndarray:
-        """[E] bool: whether the episode ended."""
-        return self.table.complete
 
     @property
     def tasks(self) -> np.ndarray:

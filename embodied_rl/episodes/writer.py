@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,13 +43,8 @@ SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episo
 Duplicates = Literal["refuse", "skip", "allow"]
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A finished episode that is not written yet."""
-
-    about: EpisodeAbout
-    take: Callable[[], list[list[np.ndarray]]]
-    """Returns the rows of each column, in pieces [t, *shape]; called once."""
+_Waiting = tuple[EpisodeAbout, Callable[[], list[list[np.ndarray]]]]
+"""A finished episode that is not written yet, and the function that returns the rows of each column, in pieces [t, *shape]; called once."""
 
 
 class Gathering:
@@ -121,9 +115,9 @@ def _written(waiting: Sequence[_Waiting], part: PartWriter) -> Iterator[None]:
     """Write episodes, a bit per item. Raises as `Gathering.flush`."""
     errors: list[RecordingError] = []
     episodes: list[Gathered] = []
-    for episode in waiting:
+    for about, take in waiting:
         try:
-            episodes.append(Gathered(episode.take(), episode.about))
+            episodes.append((take(), about))
         except RecordingError as error:
             errors.append(error)
         yield
@@ -283,7 +277,7 @@ class RecordingWriter:
         """Write a finished episode together with others; `take` is then called for the rows of its columns. Returns as `commit` does."""
         if self.is_duplicate(about):
             return SKIPPED
-        number = self.gathering.add(self._part_for(columns), _Waiting(about, take), num_steps)
+        number = self.gathering.add(self._part_for(columns), (about, take), num_steps)
         self._remember(about)
         return number
 

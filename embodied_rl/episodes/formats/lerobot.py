@@ -1,22 +1,27 @@
-"""Reads LeRobotDataset v3: its columns, and its videos by the second; see `lerobot_layout` for the files."""
+"""Files and columns of a LeRobotDataset v3 (https://huggingface.co/docs/lerobot/lerobot-dataset-v3), and its reader.
+
+``meta/info.json`` lists the *features*: columns of ``data/chunk-000/file-000.parquet`` (a row per step, several episodes per file), and
+videos ``videos/{feature}/chunk-000/file-000.mp4`` (several episodes per file, in order). ``meta/episodes`` gives each episode's rows and
+seconds, ``meta/tasks.parquet`` the tasks, ``meta/stats.json`` the features' statistics.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from string import Formatter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
-from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader, decode_picture
 from embodied_rl.episodes.recording import (
     OPTIONAL_COLUMNS,
@@ -26,11 +31,137 @@ from embodied_rl.episodes.recording import (
     damaged,
     raised_as_damage,
 )
+from embodied_rl.errors import brief, from_extra
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+
+VERSION = "v3.0"
+INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+EPISODES_DIR = "meta/episodes"
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = EPISODES_DIR + "/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+SIDE_INFO, SIDE_EPISODES = f"meta/{base.SIDE_ENTRY}/recording.json", f"meta/{base.SIDE_ENTRY}/episodes.jsonl"
+"""This package's side entry, in separate files, so that LeRobot can append episodes to the data set."""
+FILES_PER_CHUNK, DATA_FILE_MB, VIDEO_FILE_MB = 1000, 100, 200
+
+COUNTERS: dict[str, dict[str, Any]] = {
+    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
+    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
+    "index": {"dtype": "int64", "shape": [1], "names": None},
+    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+}
+"""Columns of every data set."""
+
+Storage = Literal["column", "text", "json", "image", "video"]
+"""column: numbers. text, json: strings. image: a PNG file in each row. video: an mp4 file."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A field of a recording as a LeRobot feature."""
+
+    field: str
+    """Name as in `RecordedEpisode`: ``observation.state``, ``reward``, ``state.actors/cube``."""
+    name: str
+    storage: Storage
+    dtype: str = ""
+    """numpy dtype; empty for strings."""
+    shape: tuple[int, ...] = ()
+    """Shape of a row of the field. LeRobot has no rows without axes: () is (1,) there."""
+
+    @property
+    def is_picture(self) -> bool:
+        return self.storage in ("image", "video")
+
+    def to_info(self, fps: int) -> dict[str, Any]:
+        """Entry of the feature in ``info.json``."""
+        if self.storage in ("text", "json"):
+            return {"dtype": "string", "shape": [1], "names": None}
+        if self.storage == "column":
+            return {"dtype": self.dtype, "shape": list(self.shape or (1,)), "names": None}
+        # H.264 in yuv420p has even sides.
+        height, width = (side + side % 2 if self.storage == "video" else side for side in self.shape[:2])
+        entry: dict[str, Any] = {"dtype": self.storage, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
+        if self.storage == "video":
+            video = {
+                "height": height,
+                "width": width,
+                "codec": "h264",
+                "pix_fmt": "yuv420p",
+                "is_depth_map": False,
+                "fps": fps,
+                "channels": 3,
+            }
+            entry["info"] = {f"video.{key}": value for key, value in video.items()} | {"has_audio": False}
+        return entry
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"field": self.field, "name": self.name, "storage": self.storage, "dtype": self.dtype, "shape": list(self.shape)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Feature:
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
+        if data["storage"] not in ("column", "text", "json", "image", "video"):
+            raise ValueError(f"storage {data['storage']!r}")
+        return Feature(
+            str(data["field"]), str(data["name"]), data["storage"], str(data["dtype"]), tuple(int(size) for size in data["shape"])
+        )
+
+
+FIXED_NAMES = {
+    "action": "action",
+    "reward": "next.reward",
+    "success": "next.success",
+    "terminated": "next.terminated",
+    "truncated": "next.truncated",
+}
+"""{field: feature}, with the names of LeRobot's own simulated data sets; ``next.done`` is written too."""
+
+
+def feature_name(field: str, picture: bool, taken: set[str]) -> str:
+    """Feature name of a field: without slashes, which LeRobot forbids, and different from those `taken`."""
+    if field in FIXED_NAMES:
+        return FIXED_NAMES[field]
+    room, _, key = field.partition(".")
+    name = field
+    if picture:
+        name = f"observation.images.{key.removeprefix('rgb.') if room == 'observation' else f'view.{key}'}"
+    name = name.replace("/", ".")
+    while name in taken or name in COUNTERS:
+        name = f"{name}_{len(taken)}"
+    return name
+
+
+def import_pyarrow() -> tuple[Any, Any]:
+    """Import pyarrow and pyarrow.parquet. Raises MissingExtraError with the pip line."""
+    with from_extra("Reading and writing LeRobot data sets", "formats"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    return pa, pq
+
+
+def inside(root: Path, template: str, **indices: int | str) -> Path:
+    """Path of a file that ``info.json`` names by a template. Raises RecordingError if it is outside the data set's folder."""
+    try:
+        for _, name, form, conversion in Formatter().parse(template):
+            # Other formats could reach into attributes, or fill the memory with zeros.
+            if name is not None and (name not in indices or conversion or not re.fullmatch(r"(0\dd)?", form or "")):
+                raise ValueError(f"{{{name}:{form}}} is none of {', '.join(indices)}")
+        path = root / template.format(**indices)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        raise damaged(root / INFO, f"holds a template '{brief(template, 80)}' that cannot be filled in ({error})") from error
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise damaged(root / INFO, f"names '{brief(path, 120)}', which is not in the data set's folder")
+    return path
+
+
+# ---- files of columns ----------------------------------------------------------------------------------------------------
 
 
 def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
@@ -176,7 +307,7 @@ class LeRobotRecording(base.ForeignRecording):
     format = "lerobot"
 
     def __init__(self, path: Path) -> None:
-        self._parquet = layout.import_pyarrow()[1]
+        self._parquet = import_pyarrow()[1]
         self._root = path
         self._files: OrderedDict[Path, DataFile] = OrderedDict()
         self._clips: OrderedDict[Path, VideoReader] = OrderedDict()
@@ -287,7 +418,7 @@ class LeRobotRecording(base.ForeignRecording):
     # ---- meta ----
 
     def _read_info(self) -> dict[str, Any]:
-        path = self._root / layout.INFO
+        path = self._root / INFO
         info = base.read_json(path)
         version = info.get("codebase_version")
         if not isinstance(version, str) or not version.startswith("v3."):
@@ -313,7 +444,7 @@ class LeRobotRecording(base.ForeignRecording):
 
     def _read_tasks(self) -> dict[int, str]:
         """{task_index: text}"""
-        path = self._root / layout.TASKS
+        path = self._root / TASKS
         if not path.is_file():
             raise damaged(path, "is missing")
         table = self._table(path)
@@ -324,7 +455,7 @@ class LeRobotRecording(base.ForeignRecording):
 
     def _read_places(self) -> list[_Place]:
         """Locations from ``meta/episodes``, whose rows must be the episodes 0, 1, … in order."""
-        folder = self._root / layout.EPISODES_DIR
+        folder = self._root / EPISODES_DIR
         paths = sorted(folder.glob("*/*.parquet"))
         if not paths:
             raise damaged(folder, "has no parquet file")
@@ -339,7 +470,7 @@ class LeRobotRecording(base.ForeignRecording):
         rows.sort(key=lambda row: row["episode_index"])
         total, first = self._info.get("total_episodes", len(rows)), 0
         if not rows or len(rows) != total or any(row["episode_index"] != number for number, row in enumerate(rows)):
-            raise damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
+            raise damaged(folder, f"lists {len(rows)} episodes, {INFO} says {total}, numbered from 0")
         places = []
         for number, row in enumerate(rows):
             if row["dataset_from_index"] != first or row["dataset_to_index"] != first + row["length"] or row["length"] < 1:
@@ -348,7 +479,7 @@ class LeRobotRecording(base.ForeignRecording):
             places.append(self._place(row, videos))
             first += row["length"]
         if first != self._info.get("total_frames", first):
-            raise damaged(folder, f"lists {first} steps, {layout.INFO} says {self._info['total_frames']}")
+            raise damaged(folder, f"lists {first} steps, {INFO} says {self._info['total_frames']}")
         return places
 
     def _place(self, row: Mapping[str, Any], videos: list[str]) -> _Place:
@@ -356,14 +487,14 @@ class LeRobotRecording(base.ForeignRecording):
         found = {}
         for name in videos:
             where = {index: row[f"videos/{name}/{index}"] for index in ("chunk_index", "file_index")}
-            template = str(self._info.get("video_path") or layout.VIDEO_PATH)
-            found[name] = (layout.inside(self._root, template, video_key=name, **where), float(row[f"videos/{name}/from_timestamp"]))
-        return _Place(row["length"], layout.inside(self._root, self._info["data_path"], **indices), found)
+            template = str(self._info.get("video_path") or VIDEO_PATH)
+            found[name] = (inside(self._root, template, video_key=name, **where), float(row[f"videos/{name}/from_timestamp"]))
+        return _Place(row["length"], inside(self._root, self._info["data_path"], **indices), found)
 
     # ---- ours ----
 
     def _read_side(self) -> tuple[RecordingInfo, tuple[Feature, ...]] | None:
-        path = self._root / layout.SIDE_INFO
+        path = self._root / SIDE_INFO
         if not path.is_file():
             return None
         data = base.read_json(path)
@@ -371,12 +502,12 @@ class LeRobotRecording(base.ForeignRecording):
             features = tuple(Feature.from_dict(entry) for entry in data["features"])
         for feature in features:
             if feature.name not in self._info["features"]:
-                raise damaged(path, f"names a feature that {layout.INFO} does not have", field=feature.name)
+                raise damaged(path, f"names a feature that {INFO} does not have", field=feature.name)
         return base.parse_side_info(path, data), features
 
     def _read_side_episodes(self) -> list[dict[str, Any]] | None:
         """Side entry of each episode; episodes that another program has appended get the values of an imported one."""
-        path = self._root / layout.SIDE_EPISODES
+        path = self._root / SIDE_EPISODES
         with raised_as_damage(path):
             lines = path.read_text(encoding="utf-8").splitlines()
         if len(lines) > len(self._places):
@@ -396,7 +527,7 @@ class LeRobotRecording(base.ForeignRecording):
                 .column("task_index", "column", "int64", ())[0]
             )
             if index not in self._tasks:
-                raise damaged(place.data, f"names task {index}, which {layout.TASKS} does not have", number, "task_index")
+                raise damaged(place.data, f"names task {index}, which {TASKS} does not have", number, "task_index")
             tasks.append(self._tasks[index])
         return tasks
 
@@ -405,7 +536,7 @@ class LeRobotRecording(base.ForeignRecording):
     def _foreign_features(self, notes: base.NoteBook) -> Iterator[Feature]:
         features: dict[str, dict[str, Any]] = self._info["features"]
         if "action" not in features:
-            raise damaged(self._root / layout.INFO, "is missing", field="features.action")
+            raise damaged(self._root / INFO, "is missing", field="features.action")
         fields = {"action": "action"}
         for ours, theirs in (("reward", _REWARDS), ("success", _SUCCESSES)):
             if found := next((name for name in theirs if name in features), None):
@@ -415,7 +546,7 @@ class LeRobotRecording(base.ForeignRecording):
                 fields[f"next.{ours}"] = ours
         cameras = [name for name, feature in features.items() if feature["dtype"] in ("image", "video") and _is_rgb(feature)]
         for name, feature in features.items():
-            if name in layout.COUNTERS or name in _DONES:
+            if name in COUNTERS or name in _DONES:
                 continue
             if name in cameras:
                 camera = name.removeprefix("observation.").removeprefix("images.")
@@ -438,7 +569,7 @@ class LeRobotRecording(base.ForeignRecording):
                 key = feature.field.removeprefix("observation.")
                 observation[key] = VariableSpec("text") if feature.storage == "text" else TensorSpec(feature.shape, feature.dtype)
         if not observation:
-            raise damaged(self._root / layout.INFO, "names no feature 'observation.…'", field="features")
+            raise damaged(self._root / INFO, "names no feature 'observation.…'", field="features")
         notes.add("spec.task", "filled", "the format has no name of a simulator's task; the folder's")
         several = len(set(self._episode_tasks)) > 1
         if several:

@@ -1,4 +1,4 @@
-"""Writes a LeRobotDataset v3 with LeRobot's statistics; see `lerobot_layout` for the files."""
+"""Writes a LeRobotDataset v3 with LeRobot's statistics; see `lerobot` for the files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from embodied_rl.episodes.formats import lerobot_layout as layout
+from embodied_rl.episodes.formats import lerobot as layout
 from embodied_rl.episodes.formats.base import (
     Advance,
     NoteBook,
@@ -20,7 +20,7 @@ from embodied_rl.episodes.formats.base import (
     side_episode,
     side_info,
 )
-from embodied_rl.episodes.formats.lerobot_layout import Feature
+from embodied_rl.episodes.formats.lerobot import Feature
 from embodied_rl.episodes.layout import picture_column
 from embodied_rl.episodes.pictures import DEFAULT_FPS, VideoWriter, encode_png
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, FieldNote, RecordedEpisode, Recording, RecordingError
@@ -92,11 +92,7 @@ _LAST_LOST = "the one after the last step is lost: LeRobot has a row for each st
 
 
 class _UnevenError(Exception):
-    """An optional field that is missing or differs in shape in some episodes; LeRobot needs the same columns everywhere."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(field)
-        self.field = field
+    """The optional field that is missing or differs in shape in some episodes; LeRobot needs the same columns everywhere."""
 
 
 def write(recording: Recording, folder: Path, target: Path, advance: Advance, video: Video = "mp4") -> tuple[FieldNote, ...]:
@@ -119,7 +115,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
             notes = writer.write(advance)
         except _UnevenError as uneven:
             # Known only when the episode is read; checking all episodes first would decode all their pictures twice.
-            dropped.add(uneven.field)
+            dropped.add(str(uneven))
             continue
         for part in target.iterdir():
             part.rename(folder / part.name)
@@ -291,13 +287,18 @@ class _Writer:
         (folder / layout.SIDE_INFO).write_text(json.dumps(side, indent=1), encoding="utf-8")
 
 
+def _levels(pa: ModuleType, kind: pa.DataType) -> tuple[list[int], pa.DataType]:
+    """Lengths of nested fixed-length lists from the outside in, and the type of the innermost values."""
+    sizes = []
+    while pa.types.is_fixed_size_list(kind):
+        sizes.append(kind.list_size)
+        kind = kind.value_type
+    return sizes, kind
+
+
 def _nested(pa: ModuleType, part: np.ndarray, kind: pa.DataType) -> pa.Array:
     """Convert numbers [T, …] to an arrow array of fixed-length lists."""
-    sizes = []
-    inner = kind
-    while pa.types.is_fixed_size_list(inner):
-        sizes.append(inner.list_size)
-        inner = inner.value_type
+    sizes, inner = _levels(pa, kind)
     array = pa.array(np.ascontiguousarray(part).reshape(-1), inner)
     for size in reversed(sizes):
         array = pa.FixedSizeListArray.from_arrays(array, size)
@@ -427,10 +428,7 @@ class _DataFiles(_Files["pq.ParquetWriter"]):
 
     def column(self, name: str) -> np.ndarray:
         """All rows of a column of numbers, [T of all episodes, …, D]."""
-        kind, sizes = self.schema.field(name).type, []
-        while self._arrow.types.is_fixed_size_list(kind):
-            sizes.append(kind.list_size)
-            kind = kind.value_type
+        sizes, _ = _levels(self._arrow, self.schema.field(name).type)
         parts = []
         for path in self._paths:
             chunks = self._parquet.read_table(path, columns=[name]).column(0).combine_chunks()

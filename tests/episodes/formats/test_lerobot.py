@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from embodied_rl.episodes.folder import validate
-from embodied_rl.episodes.formats import lerobot_layout as layout
+from embodied_rl.episodes.formats import lerobot as layout
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.formats.lerobot import LeRobotRecording
 from embodied_rl.episodes.formats.lerobot_writer import _DataFiles, picture_stats, pooled, vector_stats
