@@ -15,15 +15,19 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.episodes.assessment import Assumptions
 from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.evaluation.offline_policy import (
+from embodied_rl.evaluation.offline_study import (
+    OfflineSettings,
+    OfflineStudy,
     TargetPolicy,
     deterministic_behaviour,
     load_target,
+    outside_share,
     played_episode,
+    recorded_steps,
     score_episode,
     score_recording,
+    study_recording,
 )
-from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy, outside_share, recorded_steps, study_recording
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.learning_samples import MemoryRecording
@@ -300,6 +304,11 @@ def test_a_squashed_policy_never_leaves_its_bounds(tmp_path: Path) -> None:
 class Chunked:
     """A policy of horizon 3 that says −x, 0 and x of the state that it was asked in; unit normal around that."""
 
+    observation_keys = ("state",)
+
+    def prepare(self, observation: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        return {key: torch.from_numpy(part) for key, part in observation.items()}
+
     def act(self, observation: dict[str, torch.Tensor], noise: torch.Tensor | None) -> object:
         x = observation["state"][:, :1]
         return type("Output", (), {"action": torch.cat([-x, 0 * x, x], dim=1)})
@@ -310,7 +319,7 @@ class Chunked:
 
 
 def test_a_policy_that_decides_several_steps_at_once() -> None:
-    target = TargetPolicy("chunks", Chunked(), VECTORS, keys=("state",), horizon=3)  # type: ignore[arg-type]
+    target = TargetPolicy("chunks", Chunked(), VECTORS, horizon=3)  # type: ignore[arg-type]
     states = np.array([[0.1, 1], [0.2, 1], [0.3, 1], [0.4, 1], [0.5, 1]], np.float32)
     episode = RecordedEpisode(
         seed=0,

@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -256,18 +257,11 @@ class Films:
             self.path(column, seed, num_pictures).unlink(missing_ok=True)
 
 
-class FilmingTools:
-    """Picture memory that the films of a thread share."""
+class FilmingTools(defaultdict[tuple[int, ...], list[PictureRoom]]):
+    """Free picture memory by shape, which the films of a thread share."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[int, ...], list[PictureRoom]] = {}
-
-    def take_room(self, shape: tuple[int, ...]) -> PictureRoom:
-        free = self._rooms.setdefault(shape, [])
-        return free.pop() if free else PictureRoom(shape)
-
-    def give_back(self, room: PictureRoom) -> None:
-        self._rooms[room.array.shape].append(room)
+        super().__init__(list)
 
 
 class Filming:
@@ -292,7 +286,8 @@ class Filming:
     def add(self, pictures: Mapping[str, np.ndarray]) -> None:
         """Add the next picture [H, W, 3] uint8 of every part."""
         for part, (_, writer) in self._writers.items():
-            room = self._tools.take_room(writer.shape)
+            free = self._tools[writer.shape]
+            room = free.pop() if free else PictureRoom(writer.shape)
             room.fill(pictures[part])
             self._waiting[part].append(room)
         self._count += 1
@@ -310,7 +305,7 @@ class Filming:
     def _free_rooms(self) -> None:
         for rooms in self._waiting.values():
             while rooms:
-                self._tools.give_back(rooms.pop())
+                self._tools[rooms[-1].array.shape].append(rooms.pop())
 
     def finish(self) -> None:
         """Close the finished episode's videos and move them to where the recorder finds them."""

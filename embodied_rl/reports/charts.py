@@ -122,7 +122,8 @@ class Frame:
         """Smallest frame around all series."""
         xs = [value for one in series for value in one.x]
         ys = [value for one in series for value in (*one.y, *(one.band[0] if one.band else ()), *(one.band[1] if one.band else ()))]
-        return Frame(_spread(min(xs), max(xs)), y_range or _padded(min(ys), max(ys)), width, height)
+        low, high = min(xs), max(xs)
+        return Frame((low, high) if high > low else (low - 0.5, high + 0.5), y_range or _padded(min(ys), max(ys)), width, height)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Position of a point."""
@@ -376,11 +377,6 @@ def _band(frame: Frame, series: Series) -> str:
 
 def _legend(entries: Sequence[tuple[str, int]]) -> str:
     return "".join(f'<span class="key"><i class="c{colour % NUM_COLOURS}"></i>{html.escape(label)}</span>' for label, colour in entries)
-
-
-def _spread(low: float, high: float) -> tuple[float, float]:
-    """A range with half a unit added to each side if its width is 0."""
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:

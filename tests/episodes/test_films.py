@@ -99,7 +99,7 @@ def test_a_filming_that_is_given_up_gives_its_memory_back(tmp_path: Path) -> Non
         filming.discard()
         filming.discard()
     assert list(tmp_path.iterdir()) == []
-    (rooms,) = tools._rooms.values()
+    (rooms,) = tools.values()
     assert len(rooms) <= 2 * PICTURES_AT_ONCE
 
 

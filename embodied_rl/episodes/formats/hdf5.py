@@ -180,7 +180,7 @@ class H5File:
         return {name: self.array(*place, episode, length) for name, place in self.leaves(group, episode).items()}
 
     def attribute(self, owner: h5py.HLObject, name: str, episode: int | None = None) -> Any:
-        """A number or a text; None if the attribute is missing."""
+        """Numbers or a text as plain Python objects; None if the attribute is missing."""
         with raised_as_damage(self.path, episode, f"{owner.name}@{name}"):
             if name not in owner.attrs:
                 return None
@@ -190,6 +190,7 @@ class H5File:
             if owner.attrs.get_id(name).get_storage_size() > self._size:
                 raise damaged(self.path, "claims more than the file has", episode, f"{owner.name}@{name}")
             value = owner.attrs[name]
+        value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     def _child(self, parent: h5py.Group, name: str, episode: int | None) -> Any:

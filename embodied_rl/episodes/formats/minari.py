@@ -193,7 +193,7 @@ class MinariRecording(H5Recording):
         rows = len(fields["reward"]) + 1
         leaves = zip(self.spec.observation, self._leaves, strict=True)
         fields["observation"] = {key: self._leaf(group, leaf, number, rows) for key, leaf in leaves}
-        options = {name.partition("/")[2]: self._plain(group, name, number) for name in group.attrs if name.startswith("options/")}
+        options = {name.partition("/")[2]: file.attribute(group, name, number) for name in group.attrs if name.startswith("options/")}
         fields.setdefault("metadata", {"reset_options": options} if options else {})
         return base.finish_episode(file.path, number, fields)
 
@@ -210,21 +210,17 @@ class MinariRecording(H5Recording):
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._file.root, f"episode_{self._numbers[number]}", number)
 
-    def _plain(self, owner: h5py.Group, name: str, number: int) -> Any:
-        value = self._file.attribute(owner, name, number)
-        return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         file, group = self._file, self._group(number)
         reward = file.array(group, "rewards", number)
-        length = self._length(reward, "rewards", "total_steps", self._plain(group, "total_steps", number), number)
+        length = self._length(reward, "rewards", "total_steps", file.attribute(group, "total_steps", number), number)
         fields: dict[str, Any] = {
             "reward": base.as_float32(reward.reshape(length), "reward", notes),
             "action": self._action(group, number, length, notes),
         }
         fields |= self._ends(group, number, length, {"terminated": "terminations", "truncated": "truncations"}, notes)
         fields["success"] = self._success(group, number, length, notes)
-        seed = base.seed_or_unknown(self._plain(group, "seed", number), number, notes, "not every episode has one")
+        seed = base.seed_or_unknown(file.attribute(group, "seed", number), number, notes, "not every episode has one")
         return fields | {"seed": seed} | read_extras(file, group, number, length)
 
     def _action(self, group: h5py.Group, number: int, length: int, notes: base.NoteBook) -> np.ndarray:

@@ -164,7 +164,7 @@ class RobomimicRecording(H5Recording):
         for name in ("model_file", "init_state"):
             value = self._file.attribute(group, name, number)
             if value is not None:
-                metadata[name] = value.tolist() if isinstance(value, np.ndarray) else value
+                metadata[name] = value
         masks = sorted(name for name, demos in self._masks.items() if self._demos[number] in demos)
         return metadata | ({"masks": masks} if masks else {})
 
