@@ -83,7 +83,8 @@ def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, co
     deviations = jackknife.mean() - jackknife
     squares = float((deviations**2).sum())
     acceleration = float((deviations**3).sum()) / (6 * squares**1.5) if squares > 0 else 0.0
-    shares = [_moved(bias, acceleration, _NORMAL.inv_cdf(q)) for q in ((1 - confidence) / 2, (1 + confidence) / 2)]
+    ends = [bias + _NORMAL.inv_cdf(q) for q in ((1 - confidence) / 2, (1 + confidence) / 2)]
+    shares = [_NORMAL.cdf(bias + end / max(1 - acceleration * end, 1e-6)) for end in ends]
     low, high = np.quantile(finite, shares)
     return Interval(float(low), float(high), confidence, "bootstrap BCa")
 
@@ -140,11 +141,6 @@ def _student_cdf(t: float, degrees: int) -> float:
     middles = angle * (np.arange(4096) + 0.5) / 4096
     factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
     return 0.5 + factor * angle * float(np.mean(np.cos(middles) ** (degrees - 1)))
-
-
-def _moved(bias: float, acceleration: float, z: float) -> float:
-    """Quantile that BCa reads instead of the z-quantile."""
-    return _NORMAL.cdf(bias + (bias + z) / max(1 - acceleration * (bias + z), 1e-6))
 
 
 def _finite(samples: np.ndarray) -> np.ndarray:

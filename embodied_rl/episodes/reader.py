@@ -88,9 +88,8 @@ class NativeRecording(Recording):
         Names as in `RecordedEpisode`, with the key after a dot: ``observation.state``. This is the fastest way to read a whole recording.
         Raises RecordingError: no part has a column of this name that is a plain array.
         """
-        found = [
-            part.all_rows(column) for part in self._parts for column in part.columns if column.name == name and column.encoding == "array"
-        ]
+        parts = [part for part in self._parts if name in part.by_name and part.by_name[name].encoding == "array"]
+        found = [part.run(part.by_name[name], 0, part.index.num_episodes) for part in parts]
         if not found:
             names = {column.name for part in self._parts for column in part.columns if column.encoding == "array"}
             raise RecordingError(f"'{self.path}' has no arrays '{name}'.{did_you_mean(name, names)}")
@@ -167,7 +166,11 @@ class PartReader:
         self._offsets = files.array_offsets(folder, self.columns, self.index)
         self.bytes_per_step = sum(column.row_bytes for column in self.columns if column.encoding == "array")
         self._step_rows, self._snapshot_rows = self.index.step_rows, self.index.snapshot_rows
-        self._places = [(column, *_place_of(column.name)) for column in self.columns]
+        self._places: list[tuple[Column, str, str]] = []
+        """Each column with its field of `RecordedEpisode` ("" for itself) and its key in it."""
+        for column in self.columns:
+            room, dot, key = column.name.partition(".")
+            self._places.append((column, room, key) if dot else (column, "", room))
         self._finite = [column for column in self.columns if column.name in ("action", "reward") and column.must_be_finite]
         self._all_rows: list[tuple[Column, str, str, np.ndarray | None]] = []
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
@@ -183,13 +186,18 @@ class PartReader:
         first = int(self._step_rows[number])
         steps, seen = slice(first, first + length), slice(first + number, first + number + length + 1)
         read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
-        self._verify_arrays(number)
+        if not self._verified[:, number].all():  # the other columns are verified when they are read
+            for column in self.columns:
+                if column.encoding == "array":
+                    self.verify(column, number)
         for column, room, key, rows in self._arrays():
             if rows is None:
                 read[room][key] = self.column(column, number)
             else:
                 read[room][key] = rows[steps if column.per == "step" else seen]
-        self._require_finite(number, read[""])
+        for column in self._finite:  # they are few, and NaN in them would spread into training
+            if not np.isfinite(read[""][column.name]).all():
+                raise self.damaged(column, number, "holds NaN or infinity")
         snapshots = self.snapshots(number)
         try:
             return RecordedEpisode(
@@ -250,6 +258,8 @@ class PartReader:
         """All rows of neighbouring episodes in order: a view if they are plain arrays."""
         if column.encoding != "array":
             return joined([self.column(column, number) for number in range(first, stop)])
+        if first == stop:
+            return self.rows(column)[:0]
         for number in np.flatnonzero(~self._verified[self._numbers[column.name], first:stop]).tolist():
             self.verify(column, first + number)
         end = self._start(column, stop - 1) + column.rows_of(int(self.index.table.lengths[stop - 1]))
@@ -311,17 +321,6 @@ class PartReader:
     def _compare(self, column: Column, number: int) -> None:
         if self.checksum(column, number) != self.index.sums[number, self._numbers[column.name]]:
             raise self.damaged(column, number, "the checksum does not match: bytes were altered")
-
-    def _verify_arrays(self, number: int) -> None:
-        """Verify all columns of plain arrays of an episode; the others are verified when read."""
-        if not self._verified[:, number].all():
-            for column in self.columns:
-                if column.encoding == "array":
-                    self.verify(column, number)
-
-    def all_rows(self, column: Column) -> np.ndarray:
-        """Rows of all episodes, all verified."""
-        return self.run(column, 0, self.index.num_episodes) if self.index.num_episodes else self.rows(column)
 
     def checksum(self, column: Column, number: int) -> int:
         """CRC-32 of an episode's rows of a column, as in `RecordingWriter`."""
@@ -403,21 +402,9 @@ class PartReader:
         self._videos[key] = video
         return video
 
-    def _require_finite(self, number: int, read: dict[str, Any]) -> None:
-        """Check actions and rewards: they are few, and NaN in them would spread into training."""
-        for column in self._finite:
-            if not np.isfinite(read[column.name]).all():
-                raise self.damaged(column, number, "holds NaN or infinity")
-
     def damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
         """Error that names the problem with an episode's rows of a column, and their location."""
         return damaged(self._path(column, number), complaint, number, column.name)
-
-
-def _place_of(name: str) -> tuple[str, str]:
-    """Field of `RecordedEpisode` ("" for itself) and key in it of a column."""
-    room, dot, key = name.partition(".")
-    return (room, key) if dot else ("", name)
 
 
 def _joined(tables: list[EpisodeTable]) -> EpisodeTable:

@@ -133,13 +133,15 @@ def load_run(path: Path | str) -> RunData:
         config = {}
     if not (results or checkpoint_config or metrics):
         raise UserError(f"'{path}' is not the folder of a run: it has no {RESULTS_FILE}, {METRICS_FILE} or checkpoint.")
+    files = [*sorted(folder.glob("evaluation*.json")), *sorted(folder.glob("comparison*.json"))]
+    evaluations = {file.name: _shaped(_read(file, parse_json, problems), _SHAPE, file.name, problems) for file in files}
     curves = folder / CURVES_FILE
     return RunData(
         path=folder,
         results=results,
         config=config,
         metrics=metrics,
-        evaluations=_evaluations(folder, problems),
+        evaluations={name: content for name, content in evaluations.items() if content},
         faults=_shaped(_lines(folder / FAULTS_FILE, problems), [_FAULT], FAULTS_FILE, problems),
         failures=[_dump(file) for file in sorted(folder.glob("failures/*.npz"))],
         videos=_videos(folder),
@@ -167,12 +169,6 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
         problems.append(f"{METRICS_FILE} cannot be read: {error}")
         return []
     return sorted(rows, key=lambda row: row["step"])
-
-
-def _evaluations(folder: Path, problems: list[str]) -> dict[str, Mapping[str, Any]]:
-    files = [*sorted(folder.glob("evaluation*.json")), *sorted(folder.glob("comparison*.json"))]
-    found = {file.name: _shaped(_read(file, parse_json, problems), _SHAPE, file.name, problems) for file in files}
-    return {name: content for name, content in found.items() if content}
 
 
 def _shaped(value: Any, shape: Any, where: str, problems: list[str]) -> Any:
