@@ -304,7 +304,7 @@ def forward_rows(policy: TrainedModule, config: AlgorithmConfig) -> int:
     return config.micro_batch_size or policy.forward_rows
 
 
-def forwards(ready: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+def forwards(ready: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
     """Slice observations into at most `size` rows each."""
     for start in range(0, len(next(iter(ready.values()))), size):
         yield {key: tensor[start : start + size] for key, tensor in ready.items()}

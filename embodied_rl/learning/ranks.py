@@ -2,7 +2,7 @@
 
 ```
  rank 0 (training loop, simulators, the whole policy that acts)        rank 1, 2, … (train workers)
- RankExecutor.step ─ divides the minibatch ─ socket (JSON, safetensors) ▶ Rank.step: the same objective on other rows
+ RankExecutor.step ─ divides the minibatch ─ socket (JSON, safetensors) ▶ Rank.serve: the same objective on other rows
         │  forward, backward ◀════ FSDP2: gather parameters, sum gradients ════▶  forward, backward
         │  clip by the global norm, Adam on the own part                          the same
 write_back() ◀═════════════ gather, parameter by parameter ═══════════▶
@@ -36,7 +36,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.episode_objectives import EpisodeObjective, TokenCloning, TokenObjective
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
-from embodied_rl.learning.objectives import Numbers, Objective, RolloutObjective
+from embodied_rl.learning.objectives import Objective, RolloutObjective
 from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
@@ -73,19 +73,8 @@ class Rank:
             self._made[name] = OBJECTIVES[name](self.policy, self.config)
         return self._made[name]
 
-    def step(self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float) -> Figures:
-        """Take one step on this rank's rows in these micro-batches (`Part`); return figures of the whole minibatch."""
-        own, made = rows.staged(self.device), self.objective(objective)
-        return objective_step(made, self.policy, self.optimizer, own, micro, numbers, learning_rate, self.device, self._summed)
-
-    def _summed(self, totals: Tensor) -> Tensor:
-        """Sum over the ranks that train other rows."""
-        on_device = totals.to(self.device)
-        dist.all_reduce(on_device, group=self._data_group)
-        return on_device.cpu()
-
     @torch.no_grad()
-    def values(self, observation: dict[str, Tensor]) -> Tensor:
+    def values(self, observation: Mapping[str, Tensor]) -> Tensor:
         """[n] or [n, K] float32 values of this rank's observations; n is the same on every rank."""
         size = forward_rows(self.policy, self.config)
         parts = [
@@ -94,20 +83,32 @@ class Rank:
         ]
         return torch.cat(parts)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of the parameters that learning changes, one at a time."""
-        return fsdp.gather_named(self.policy, self.policy.changing())
+    def serve(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Execute a request of the `RankExecutor`; return its answer, or None. Of a result that all ranks have, only the rank with
+        ``answers`` returns it: the first. Raises IncompatibleCheckpointError: a part cannot be loaded."""
+        what, answers = message["do"], message.get("answers", False)
+        if what == "step":  # on this rank's rows in these micro-batches (`Part`); figures are those of the whole minibatch
+            made = self.objective(message["objective"])
+            own, numbers, rate = made.rows.of_tensors(tensors).staged(self.device), message["numbers"], message["learning_rate"]
+            figures = objective_step(made, self.policy, self.optimizer, own, message["micro"], numbers, rate, self.device, self._summed)
+            return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()} if answers else None
+        if what == "values":
+            return {"value": self.values(tensors)}
+        if what == "weights":
+            kept = {name: tensor.cpu().clone() for name, tensor in self.weights() if answers}  # all ranks gather them
+            if message.get("frees"):
+                torch.cuda.empty_cache()  # see `HybridEngine.publish`
+            return kept if answers else None
+        with torch.no_grad():
+            fsdp.reshard(self.policy)
+            if what == "optimizer_state":
+                state = self.optimizer.state_tensors()
+                return state if answers else None
+            self._change(what, message, tensors)
+        return None
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """The whole optimizer state, on the host."""
-        fsdp.reshard(self.policy)
-        return self.optimizer.state_tensors()
-
-    @torch.no_grad()
-    def do(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Execute a request that needs no answer, see `RankExecutor`. Raises IncompatibleCheckpointError: a part cannot be loaded."""
-        what = message["do"]
-        fsdp.reshard(self.policy)
+    def _change(self, what: str, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Execute a request that needs no answer."""
         if what == "buffers":  # statistics that the training loop keeps (normalisation of observations)
             own = dict(self.policy.named_buffers())
             for name, value in tensors.items():
@@ -119,49 +120,32 @@ class Rank:
         elif what == "forget":
             self.optimizer.forget()
         elif what == "save_parts":  # after the previous part is written; rank 0 reports what went wrong
-            self.finish_saving()
+            self._finish_saving()
             self.saving = save_sharded(message["folder"], self.optimizer.parts(), asynchronous=True)
         elif what == "load_parts":  # written by any number of ranks
             found = self.optimizer.blank_parts()
             load_sharded(message["folder"], found)
             self.optimizer.take_parts(found)
         elif what == "leave":
-            self.finish_saving()
+            self._finish_saving()
             dist.destroy_process_group()
         else:
             raise ValueError(f"unknown request {what!r}")
 
-    def finish_saving(self) -> None:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of the parameters that learning changes, one at a time."""
+        return fsdp.gather_named(self.policy, self.policy.changing())
+
+    def _finish_saving(self) -> None:
         """Wait until this rank's part of the last checkpoint is written."""
         if self.saving is not None:
             self.saving.finish()
 
-
-class RankElsewhere:
-    """The first `Rank`, in another process than the `RankExecutor`, which sends it the ranks' common work."""
-
-    def __init__(self, link: RankLink) -> None:
-        self._link = link
-
-    def do(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self._link.send(message, tensors)
-
-    def _ask(self, what: str, tensors: Mapping[str, Tensor] | None = None, **arguments: object) -> dict[str, Tensor]:
-        self._link.send({"do": what, **arguments, "answers": True}, tensors)
-        return self._link.recv()[1]
-
-    def step(self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float) -> Figures:
-        message = {"objective": objective, "micro": micro, "numbers": numbers, "learning_rate": learning_rate}
-        return {name: float(value) for name, value in self._ask("step", rows.tensors(), **message).items()}
-
-    def values(self, observation: dict[str, Tensor]) -> Tensor:
-        return self._ask("values", observation)["value"]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._ask("weights").items()
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        return self._ask("optimizer_state")
+    def _summed(self, totals: Tensor) -> Tensor:
+        """Sum over the ranks that train other rows."""
+        on_device = totals.to(self.device)
+        dist.all_reduce(on_device, group=self._data_group)
+        return on_device.cpu()
 
 
 class RankExecutor(Executor):
@@ -194,11 +178,10 @@ class RankExecutor(Executor):
         if self.sharding.num_tensor_shards > 1:
             check_plan(policy, self.sharding.num_tensor_shards)
         self._finalizer = weakref.finalize(self, self.host.close)
-        self._here: Rank | None = None
+        self.rank: Rank | None = None
         """The first rank, if it is in this process."""
         try:
-            first = torch.device("cuda", self.host.device_index(0)) if device.type == "cuda" else device
-            self.rank: Rank | RankElsewhere = self._start(config, first)
+            self._start(config, torch.device("cuda", self.host.device_index(0)) if device.type == "cuda" else device)
         except BaseException:
             self.close()
             raise
@@ -206,9 +189,9 @@ class RankExecutor(Executor):
     @property
     def writes_parts(self) -> bool:
         """Whether each rank writes its part of a checkpoint (`save_parts`); if no rank is in this process, it writes the whole state."""
-        return self._here is not None
+        return self.rank is not None
 
-    def _start(self, config: HybridConfig, device: torch.device) -> Rank | RankElsewhere:
+    def _start(self, config: HybridConfig, device: torch.device) -> None:
         host, sharding = self.host, self.sharding
         host.start(sharding.num_ranks, device)
         common = {
@@ -231,9 +214,8 @@ class RankExecutor(Executor):
                 link.send({"do": "join", "store": where})
             if host.first is None:
                 join(self._store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
-                self._here = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
+                self.rank = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
             self._await_start(links)
-        return RankElsewhere(host.first) if host.first is not None else self._part()
 
     def _await_start(self, links: Sequence[tuple[int, RankLink]]) -> None:
         for index, link in links:
@@ -244,10 +226,6 @@ class RankExecutor(Executor):
                     f"hybrid.sharding: rank {index} of training did not start within {self.sharding.start_timeout_s:g} s: set a longer "
                     "hybrid.sharding.start_timeout_s."
                 ) from None
-
-    def _part(self) -> Rank:
-        assert self._here is not None, "the first rank is elsewhere"
-        return self._here
 
     @property
     def num_parts(self) -> int:
@@ -271,7 +249,8 @@ class RankExecutor(Executor):
         with self._blaming_workers():
             for index, link in self._links():
                 link.send({**message, "micro": parts[index].micro}, own[index].tensors())
-            return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate)
+            figures = self._ask_first({**message, "micro": parts[0].micro}, own[0].tensors())
+            return {name: float(value) for name, value in figures.items()}
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         """See `Executor.values`: each rank computes equally many rows."""
@@ -288,27 +267,27 @@ class RankExecutor(Executor):
         with self._blaming_workers():
             for index, link in self._links():
                 link.send({"do": "values"}, part(index))
-            found = [self.rank.values(part(0))]
+            found = [self._ask_first({"do": "values"}, part(0))["value"]]
             answers = [link.recv()[1]["value"] for _, link in self._links()]
             shards = self.sharding.num_tensor_shards
             found += answers[shards - 1 :: shards]
         return torch.cat(found)[:num_rows].numpy()
 
     def trained(self) -> list[Tensor]:
-        return list(self._here.policy.parameters()) if self._here is not None else []
+        return [] if self.rank is None else list(self.rank.policy.parameters())
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        return self._here.optimizer.tensors() if self._here is not None else None
+        return None if self.rank is None else self.rank.optimizer.tensors()
 
     # ---- the trained weights ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def write_back(self) -> None:
         """See `Executor.write_back`: one parameter at a time; frozen parameters and statistics stay unchanged."""
-        self._tell({"do": "weights", "frees": self._lends})
-        own = dict(self.policy.named_parameters())
+        message, own = {"do": "weights", "frees": self._lends}, dict(self.policy.named_parameters())
+        self._tell(message)
         with self._blaming_workers():
-            for name, tensor in self.rank.weights():
+            for name, tensor in self._ask_first(message).items() if self.rank is None else self.rank.weights():
                 own[name].copy_(tensor)
 
     def take_weights(self) -> None:
@@ -325,7 +304,7 @@ class RankExecutor(Executor):
             return {}
         self._tell({"do": "optimizer_state"})
         with self._blaming_workers():
-            return self.rank.optimizer_state()
+            return self._ask_first({"do": "optimizer_state"})
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         """See `Executor.load_state_tensors`. Also takes the policy's present weights, which were loaded before."""
@@ -348,9 +327,9 @@ class RankExecutor(Executor):
         That wait raises UserError if a part cannot be written.
         """
         self._all("save_parts", folder=str(folder))
-        saving = self._part().saving
-        assert saving is not None, "it has just begun"
-        return saving.wait
+        assert self.rank is not None, "the first rank is elsewhere"
+        assert self.rank.saving is not None, "it has just begun"
+        return self.rank.saving.wait
 
     def load_parts(self, folder: Path) -> None:
         """Load on each rank its own part of a state that any number of ranks wrote. Raises IncompatibleCheckpointError."""
@@ -369,7 +348,18 @@ class RankExecutor(Executor):
         message = {"do": what, **arguments}
         self._tell(message, tensors)
         with self._blaming_workers():
-            self.rank.do(message, tensors or {})
+            if self.rank is not None:
+                self.rank.serve(message, tensors or {})
+            elif self.host.first is not None:
+                self.host.first.send(message, tensors)
+
+    def _ask_first(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Have the first rank execute a request, wherever it is; return its answer."""
+        if self.rank is not None:
+            return self.rank.serve({**message, "answers": True}, tensors or {}) or {}
+        assert self.host.first is not None, "it is there or here"
+        self.host.first.send({**message, "answers": True}, tensors)
+        return self.host.first.recv()[1]
 
     def _tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send the same message to every other rank."""

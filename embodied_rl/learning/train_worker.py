@@ -65,7 +65,7 @@ class RankServer:
             self._join(message["store"])
             return {}
         assert self._rank is not None, "join comes first"
-        return serve(self._rank, message, tensors)
+        return self._rank.serve(message, tensors)
 
     def _build(self, setup: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         torch.set_num_threads(setup["num_threads"])
@@ -95,31 +95,6 @@ def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) 
     if algorithm.off_policy is None:
         return policy
     return ActorWithCritics(policy, algorithm.off_policy)
-
-
-def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Execute one request together with the other ranks; return tensors to send back, or None. Of a result that all ranks have, only the
-    rank with ``answers`` sends it: the first, if the `RankExecutor` is elsewhere."""
-    what, answers = message["do"], message.get("answers", False)
-    if what == "step":
-        rows = rank.objective(message["objective"]).rows.of_tensors(tensors)
-        figures = rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"])
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()} if answers else None
-    if what == "values":
-        return {"value": rank.values(tensors)}
-    if what == "weights":
-        kept: dict[str, Tensor] = {}
-        for name, tensor in rank.weights():  # all ranks gather them
-            if answers:
-                kept[name] = tensor.detach().cpu().clone()
-        if message.get("frees"):
-            torch.cuda.empty_cache()  # see `HybridEngine.publish`
-        return kept if answers else None
-    if what == "optimizer_state":
-        state = rank.optimizer_state()
-        return state if answers else None
-    rank.do(message, tensors)
-    return None
 
 
 if __name__ == "__main__":
