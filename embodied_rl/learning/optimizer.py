@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,16 @@ class Optimizer:
         weight_decay: float = 0.0,
         scales: Mapping[str, float] | None = None,
         only: bool = False,
+        prefix: str = "",
     ) -> None:
         """
         Args:
             max_grad_norm: largest global norm of the gradients; larger gradients are scaled down.
             scales: {parameter: factor of the schedule's rate}; 1 for others.
             only: compute no gradients for other parameters that the losses depend on.
+            prefix: begins the names of the state.
         """
-        self.parameters = dict(parameters)
+        self.parameters, self._prefix = dict(parameters), prefix
         self.inputs: list[Tensor] | None = list(self.parameters.values()) if only else None
         """Parameters that a backward pass computes gradients for; None: all that a loss depends on."""
         self._max_grad_norm, self._eps, self._weight_decay = max_grad_norm, eps, weight_decay
@@ -104,7 +106,8 @@ class Optimizer:
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Load a whole state, on any number of ranks. Raises KeyError or ValueError for a state of other parameters."""
-        own = self.blank_parts()
+        self.forget()
+        own = self.parts()
         for name, part in own.items():
             fsdp.fill(part, state[name])
         self.take_parts(own)
@@ -115,22 +118,17 @@ class Optimizer:
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             entry = self._state.get(name, {})
-            found |= {f"{key}.{name}": (entry[key] if entry else torch.zeros_like(parameter)).detach() for key in _MOMENTS}
+            found |= {f"{self._prefix}{key}.{name}": (entry[key] if entry else torch.zeros_like(parameter)).detach() for key in _MOMENTS}
             if entry:  # parameters that the loss does not touch have fewer steps
                 step = torch.maximum(step, fsdp.local_part(entry["step"]).detach().cpu().to(torch.int64))
-        return {"step": step, **found}
-
-    def blank_parts(self) -> dict[str, Tensor]:
-        """Zeros with the shapes of `parts`, to be filled for `take_parts`."""
-        moments = {f"{key}.{name}": torch.zeros_like(parameter) for name, parameter in self.parameters.items() for key in _MOMENTS}
-        return {"step": torch.zeros((), dtype=torch.int64), **moments}
+        return {f"{self._prefix}step": step, **found}
 
     def take_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Continue from parts that are sharded as these parameters are."""
+        """Continue from parts that are sharded as these parameters are, such as those of `parts` after `forget`, filled."""
         for name, parameter in self.parameters.items():
             # The fused kernel needs each parameter's step count on its device, as float32.
-            step = parts["step"].to(fsdp.local_part(parameter).device, torch.float32, copy=True)
-            self._state[name] = {"step": step, **{key: parts[f"{key}.{name}"] for key in _MOMENTS}}
+            step = parts[f"{self._prefix}step"].to(fsdp.local_part(parameter).device, torch.float32, copy=True)
+            self._state[name] = {"step": step, **{key: parts[f"{self._prefix}{key}.{name}"] for key in _MOMENTS}}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         """State of a parameter that is to be stepped; zeros before its first step."""
@@ -158,6 +156,7 @@ class Optimizers:
                 weight_decay=0.0 if config.cloning is None else config.cloning.weight_decay,
                 scales={name: (rates[module.role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
                 only=group != "",
+                prefix=f"adam.{group}." if group else "",
             )
             for group, parameters in module.parameter_groups().items()
         }
@@ -172,28 +171,15 @@ class Optimizers:
         return [tensor for optimizer in self.groups.values() for tensor in optimizer.tensors()]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return self._named(lambda optimizer: optimizer.state_tensors())
+        return {name: tensor for optimizer in self.groups.values() for name, tensor in optimizer.state_tensors().items()}
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        for prefix, optimizer in self._prefixed():
-            optimizer.load_state_tensors(_below(state, prefix))
+        for optimizer in self.groups.values():
+            optimizer.load_state_tensors(state)
 
     def parts(self) -> dict[str, Tensor]:
-        return self._named(lambda optimizer: optimizer.parts())
-
-    def blank_parts(self) -> dict[str, Tensor]:
-        return self._named(lambda optimizer: optimizer.blank_parts())
+        return {name: tensor for optimizer in self.groups.values() for name, tensor in optimizer.parts().items()}
 
     def take_parts(self, parts: Mapping[str, Tensor]) -> None:
-        for prefix, optimizer in self._prefixed():
-            optimizer.take_parts(_below(parts, prefix))
-
-    def _named(self, read: Callable[[Optimizer], dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {f"{prefix}{name}": tensor for prefix, optimizer in self._prefixed() for name, tensor in read(optimizer).items()}
-
-    def _prefixed(self) -> Iterator[tuple[str, Optimizer]]:
-        return ((f"adam.{group}." if group else "", optimizer) for group, optimizer in self.groups.items())
-
-
-def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        for optimizer in self.groups.values():
+            optimizer.take_parts(parts)

@@ -123,7 +123,8 @@ class Rank:
             self._finish_saving()
             self.saving = save_sharded(message["folder"], self.optimizer.parts(), asynchronous=True)
         elif what == "load_parts":  # written by any number of ranks
-            found = self.optimizer.blank_parts()
+            self.optimizer.forget()
+            found = self.optimizer.parts()
             load_sharded(message["folder"], found)
             self.optimizer.take_parts(found)
         elif what == "leave":
