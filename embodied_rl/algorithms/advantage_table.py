@@ -28,43 +28,53 @@ class AdvantageInfo(MethodInfo):
 
     unit: Unit = "episode"
     """Unit that gets its own advantage: a step, a chunk, a token, or a whole episode, whose action units share one."""
-    layout: Literal["time", "rows"] = "rows"
-    """time: arrays [T, N] of slots. rows: scores [B] or rewards [B, L]."""
-    returns_value_target: bool = False
-    """Whether it returns ``(advantage, returns)``; the second is the critic's target."""
-    needs: frozenset[Need] = frozenset()
+
+    @property
+    def layout(self) -> Literal["time", "rows"]:
+        """time: arrays [T, N] of slots. rows: scores [B] or rewards [B, L]."""
+        return "time" if _OVER_TIME & {*self.inputs, *self.optional_inputs} else "rows"
+
+    @property
+    def returns_value_target(self) -> bool:
+        """Whether it returns ``(advantage, returns)``; the second is the critic's target."""
+        return "value" in (*self.inputs, *self.optional_inputs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset(need for array in (*self.inputs, *self.optional_inputs) for need in _NEEDS.get(array, ()))
 
 
+_NEEDS: dict[str, tuple[Need, ...]] = {
+    "value": ("critic",),
+    "group": ("groups",),
+    "greedy_score": ("greedy_baseline",),
+    "executed": ("chunks",),
+    "chunk_id": ("chunks",),
+    "trajectory": ("trajectories",),
+    "step_return": ("anchors", "trajectories"),
+    "anchor_group": ("anchors", "trajectories"),
+}
+"""{array: what a run must provide for an advantage that takes it}"""
 _TIME = ("terminated", "truncated")
 _GAE = ("reward", "value", "last_value", *_TIME, "final_value")
-_CHUNKS: dict[str, Any] = {
-    "inputs": ("reward", "executed", *_GAE[1:]),
-    "optional_inputs": (),
-    "needs": frozenset[Need]({"critic", "chunks"}),
-}
+_OVER_TIME = {*_GAE} - {"reward"}
+"""Arrays of steps over time only."""
+_CHUNKS: dict[str, Any] = {"inputs": ("reward", "executed", *_GAE[1:]), "optional_inputs": ()}
 _DISCOUNT: dict[str, Any] = {"options": ("gamma",), "required_options": ("gamma",)}
 _MASK = ("mask",)
-_GROUPED = "embodied_rl.algorithms.grouped"
-_OVER_TIME = "embodied_rl.algorithms.advantages"
+_GROUPED, _TIMED = "embodied_rl.algorithms.grouped", "embodied_rl.algorithms.advantages"
 
 
 def _of_critic(name: str, function: str, summary: str, source: str, unit: Unit, **own: Any) -> AdvantageInfo:
     """A method of GAE's family; `own` overrides the family's fields."""
     options = ("gamma", "gae_lambda")
-    family: dict[str, Any] = {
-        "inputs": _GAE,
-        "optional_inputs": _MASK,
-        "options": options,
-        "required_options": options,
-        "needs": frozenset({"critic"}),
-    }
-    target = f"{_OVER_TIME}:{function}"
-    return AdvantageInfo(name, target, summary, source, **{**family, **own}, unit=unit, layout="time", returns_value_target=True)
+    family: dict[str, Any] = {"inputs": _GAE, "optional_inputs": _MASK, "options": options, "required_options": options}
+    return AdvantageInfo(name, f"{_TIMED}:{function}", summary, source, **{**family, **own}, unit=unit)
 
 
 def _of_groups(name: str, summary: str, source: str, *, function: str = "", **own: Any) -> AdvantageInfo:
     """A comparison of the scores of a group; `own` overrides the family's fields."""
-    family: dict[str, Any] = {"inputs": ("score", "group"), "optional_inputs": _MASK, "options": ("alone",), "needs": frozenset({"groups"})}
+    family: dict[str, Any] = {"inputs": ("score", "group"), "optional_inputs": _MASK, "options": ("alone",)}
     return AdvantageInfo(name, f"{_GROUPED}:{function or name}", summary, source, **{**family, **own})
 
 
@@ -94,18 +104,17 @@ _ADVANTAGES = (
     ),
     AdvantageInfo(
         "reinforce",
-        f"{_OVER_TIME}:returns_to_go",
+        f"{_TIMED}:returns_to_go",
         "R_t = r_t + gamma R_(t+1)",
         "Williams 1992, Machine Learning 8",
         inputs=("reward", *_TIME),
         optional_inputs=("last_value", "final_value", "mask"),
         **_DISCOUNT,
         unit="step",
-        layout="time",
     ),
     AdvantageInfo(
         "reinforce_token",
-        f"{_OVER_TIME}:token_returns",
+        f"{_TIMED}:token_returns",
         "G_l = r_l + gamma G_(l+1) along the row",
         "Williams 1992, Machine Learning 8",
         inputs=("reward",),
@@ -139,7 +148,6 @@ _ADVANTAGES = (
         "Li et al. 2023, arXiv:2310.10505",
         inputs=("score", "greedy_score"),
         options=(),
-        needs=frozenset({"greedy_baseline"}),
     ),
     _of_groups(
         "opo",
@@ -168,7 +176,6 @@ _ADVANTAGES = (
         optional_inputs=_MASK,
         options=("step_weight", "statistics", "normalize", "alone"),
         unit="step",
-        needs=frozenset({"groups", "anchors", "trajectories"}),
     ),
     AdvantageInfo(
         "segment_returns",
@@ -179,7 +186,6 @@ _ADVANTAGES = (
         optional_inputs=("chunk_id",),
         **_DISCOUNT,
         unit="chunk",
-        needs=frozenset({"chunks"}),
     ),
     AdvantageInfo(
         "ipa",
@@ -190,24 +196,11 @@ _ADVANTAGES = (
         optional_inputs=("chunk_id",),
         **_DISCOUNT,
         unit="chunk",
-        needs=frozenset({"chunks"}),
     ),
 )
 
 ADVANTAGES: dict[str, AdvantageInfo] = {info.name: info for info in _ADVANTAGES}
 """{name: advantage}; a configuration names one."""
-
-
-_NEEDS: dict[str, tuple[Need, ...]] = {
-    "value": ("critic",),
-    "group": ("groups",),
-    "greedy_score": ("greedy_baseline",),
-    "chunk_id": ("chunks",),
-    "trajectory": ("trajectories",),
-    "step_return": ("anchors", "trajectories"),
-    "anchor_group": ("anchors", "trajectories"),
-}
-"""{array: what a run must provide for a user's own advantage that takes it}"""
 
 _NAMES = Registry("advantage", "advantages", {name: info.target for name, info in ADVANTAGES.items()})
 
@@ -221,20 +214,12 @@ def advantage_info(name: str) -> AdvantageInfo:
 @functools.cache
 def _own(name: str, target: str) -> AdvantageInfo:
     """Describe a user's own function by its arguments: over time if it takes ends or values, with a critic if it takes ``value``."""
-    over_time = {*_GAE, "terminated", "truncated"} - {"reward"}
     of_rows = {"score", "group", "length", "chunk_id", "greedy_score", "episode_return", "step_return", "trajectory", "anchor_group"}
-    fields = described(name, target, arrays=over_time | of_rows | {"reward", "mask"})
+    fields = described(name, target, arrays=_OVER_TIME | of_rows | {"reward", "mask"})
     taken = {*fields["inputs"], *fields["optional_inputs"]}
-    if taken & over_time and taken & of_rows:
-        mixed = f"{sorted(taken & over_time)[0]} [T, N] and {sorted(taken & of_rows)[0]} [B]"
+    if taken & _OVER_TIME and taken & of_rows:
+        mixed = f"{sorted(taken & _OVER_TIME)[0]} [T, N] and {sorted(taken & of_rows)[0]} [B]"
         raise UserError(f"'{target}' takes {mixed}: an advantage must take either steps over time or rows, not both.")
     if not taken - {"mask"}:
         raise UserError(f"'{target}' must take at least one array of an advantage: reward, score, group, value, ….")
-    steps = bool(taken & (over_time | {"step_return", "anchor_group"}))
-    return AdvantageInfo(
-        **fields,
-        unit="step" if steps else "episode",
-        layout="time" if taken & over_time else "rows",
-        returns_value_target="value" in taken,
-        needs=frozenset(need for array in taken for need in _NEEDS.get(array, ())),
-    )
+    return AdvantageInfo(**fields, unit="step" if taken & (_OVER_TIME | {"step_return", "anchor_group"}) else "episode")

@@ -99,40 +99,21 @@ def gae(
     Raises ValueError: shapes or types do not agree, or the number of final values differs from that of truncated steps.
     """
     _check_gae(reward, value, last_value, terminated, truncated, mask, discount)
-    arrays = [as_numpy(array) for array in (reward, value, last_value, terminated, truncated, final_value)]
-    own_mask, own_discount = (None if array is None else as_numpy(array) for array in (mask, discount))
-    found = _gae_compiled(*arrays, gamma=gamma, gae_lambda=gae_lambda, mask=own_mask, discount=own_discount)
-    return alike(found[0], value), alike(found[1], value)
-
-
-def _gae_compiled(
-    reward: np.ndarray,
-    value: np.ndarray,
-    last_value: np.ndarray,
-    terminated: np.ndarray,
-    truncated: np.ndarray,
-    final_value: np.ndarray,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    mask: np.ndarray | None,
-    discount: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
     from embodied_rl.algorithms.kernels import find_cuts, gae_kernel, masked_gae_kernel
 
-    cut = np.empty(final_value.size, np.int64)
-    check_final_value(final_value.shape, find_cuts(truncated.reshape(-1), terminated.reshape(-1), cut))
-    advantage, returns = np.empty_like(value), np.empty_like(value)
-    last_value, final_value = last_value.astype(np.float64), final_value.astype(np.float64)
+    steps = [as_numpy(array) for array in (reward, value, terminated, truncated)]
+    after, finals, shape = as_numpy(last_value).astype(np.float64), as_numpy(final_value).astype(np.float64), steps[1].shape
+    cut = np.empty(finals.size, np.int64)
+    check_final_value(finals.shape, find_cuts(steps[3].reshape(-1), steps[2].reshape(-1), cut))
+    found = np.empty_like(steps[1]), np.empty_like(steps[1])
     if mask is None and discount is None:
-        flat = [array.reshape(-1) for array in (reward, value, terminated, truncated, advantage, returns)]
-        _over_slots(gae_kernel, (*flat[:2], last_value, *flat[2:4], cut, final_value, gamma, gae_lambda, *flat[4:]), value.shape)
+        flat = [array.reshape(-1) for array in (*steps, *found)]
+        _over_slots(gae_kernel, (*flat[:2], after, *flat[2:4], cut, finals, gamma, gae_lambda, *flat[4:]), shape)
     else:
-        mask = np.ones(value.shape, bool) if mask is None else mask
-        discount = np.full(value.shape, gamma) if discount is None else discount.astype(np.float64, copy=False)
-        given = (reward, value, last_value, terminated, truncated, cut, final_value, mask, discount, gae_lambda, advantage, returns)
-        _over_slots(masked_gae_kernel, given, value.shape)
-    return advantage, returns
+        shown = np.ones(shape, bool) if mask is None else as_numpy(mask)
+        factor = np.full(shape, gamma) if discount is None else as_numpy(discount).astype(np.float64, copy=False)
+        _over_slots(masked_gae_kernel, (*steps[:2], after, *steps[2:], cut, finals, shown, factor, gae_lambda, *found), shape)
+    return alike(found[0], value), alike(found[1], value)
 
 
 def _over_slots(kernel: Callable[..., None], given: tuple[Any, ...], shape: tuple[int, int]) -> None:

@@ -27,28 +27,25 @@ SAME_RETURN = 1e-5
 
 
 @torch.no_grad()
-def step_returns(
-    *, reward: Tensor, trajectory: Tensor, step: Tensor, gamma: float = 0.95, group: Tensor | None = None, rows: Tensor | None = None
-) -> Tensor:
+def step_returns(*, reward: Tensor, trajectory: Tensor, step: Tensor, gamma: float = 0.95, rows: Tensor | None = None) -> Tensor:
     """Discounted returns of steps that are rows: R_t = r_t + gamma R_(t+1) within a trajectory (GiGPO: gamma 0.95).
 
     A row that does not count is skipped, as masked steps are in `gae`: it neither adds to the return nor discounts it.
 
     Args:
         reward: [B] float32 or float64.
-        trajectory: [B] integer ids, unique over the batch, or within a group if `group` is given.
+        trajectory: [B] integer ids, unique over the batch.
         step: [B] integers, ascending with time within a trajectory.
-        group: [B] integer ids.
         rows: [B] bool, rows that count; None: all rows. Other rows get 0.
 
     Returns [B] of the type of `reward`.
 
     Raises ValueError: shapes do not agree, or two rows are the same step of the same trajectory.
     """
-    if any(given is not None and given.shape != reward.shape for given in (trajectory, step, group, rows)) or reward.ndim != 1:
-        raise ValueError(f"reward, trajectory, step, group and rows must be [B], got a reward of {tuple(reward.shape)} and others.")
+    if any(given is not None and given.shape != reward.shape for given in (trajectory, step, rows)) or reward.ndim != 1:
+        raise ValueError(f"reward, trajectory, step and rows must be [B], got a reward of {tuple(reward.shape)} and others.")
     kept = torch.arange(len(reward), device=reward.device) if rows is None else rows.nonzero().flatten()
-    member = (trajectory if group is None else _pair(group, trajectory))[kept]
+    member = trajectory[kept]
     order = step[kept].argsort(stable=True)
     order = order[member[order].argsort(stable=True)]
     members, steps = member[order], step[kept][order]
@@ -75,24 +72,22 @@ def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | N
         anchor: B observations: strings, numbers, arrays, tensors, or dictionaries and sequences of these.
         group: [B] integer ids of episode groups.
         similarity: None: anchors must be equal. Otherwise strings are clustered: in the order of rows, each row joins the first
-            cluster of its group whose *first member* has a ``difflib.SequenceMatcher`` ratio, 0 to 1, of at least this to it,
+            cluster of its group whose *first member* has a ``difflib.SequenceMatcher`` ratio of at least this, in (0, 1], to it,
             or opens a new cluster. The clusters then depend on the order of rows.
         rows: [B] bool, rows that count; None: all rows. Each other row gets its own cluster.
 
     Returns [B] int64 cluster numbers, unique over the batch, on the device of `group`.
 
-    Raises ValueError: lengths do not agree, similarity is out of range, or anchors to be compared by similarity are not strings.
+    Raises ValueError: lengths do not agree.
     """
     if len(anchor) != len(group) or group.ndim != 1:
         raise ValueError(f"There must be one anchor for each row of group [B], got {len(anchor)} for shape {tuple(group.shape)}.")
-    if similarity is not None and not 0.0 < similarity <= 1.0:
-        raise ValueError(f"similarity must be in (0, 1] or None, got {similarity}.")
     counted = [True] * len(anchor) if rows is None else rows.tolist()
-    place = (lambda owner, observation, row: anchor_key(observation)) if similarity is None else _similar_places(similarity)
+    place = (lambda owner, observation: anchor_key(observation)) if similarity is None else _similar_places(similarity)
     clusters: dict[Hashable, int] = {}
     numbers = []
     for row, (observation, owner) in enumerate(zip(anchor, group.tolist(), strict=True)):
-        key: Hashable = ("padding", row) if not counted[row] else (owner, place(owner, observation, row))
+        key: Hashable = ("padding", row) if not counted[row] else (owner, place(owner, observation))
         numbers.append(clusters.setdefault(key, len(clusters)))
     return torch.tensor(numbers, dtype=torch.int64, device=group.device)
 
@@ -133,13 +128,9 @@ def gigpo(
     Returns [B, L] if a mask is given, else [B].
 
     Raises:
-        ValueError: shapes, types or choices are wrong, or rows of one trajectory differ in their episode return.
+        ValueError: shapes or types are wrong, or rows of one trajectory differ in their episode return.
         NonFiniteError: the return of a row that counts is NaN or infinite.
     """
-    if statistics not in ("trajectory", "row"):
-        raise ValueError(f"statistics must be 'trajectory' or 'row', got {statistics!r}.")
-    if normalize not in ("mean_std", "mean"):
-        raise ValueError(f"normalize must be 'mean_std' or 'mean', got {normalize!r}.")
     counted = grouped.counted_rows(mask)
     rows = torch.ones_like(group, dtype=torch.bool) if counted is None else counted
     grouped.check_finite(episode_return, rows, "episode_return")
@@ -224,15 +215,11 @@ def anchor_key(observation: object) -> Hashable:
     raise ValueError(f"An anchor must be a string, number, array, tensor, or a container of these, got {type(observation).__name__}.")
 
 
-def _similar_places(similarity: float) -> Callable[[int, Any, int], Hashable]:
+def _similar_places(similarity: float) -> Callable[[int, Any], Hashable]:
     matchers: dict[int, list[SequenceMatcher[str]]] = {}
     known: dict[tuple[int, str], int] = {}
 
-    def place(owner: int, observation: object, row: int) -> Hashable:
-        if not isinstance(observation, str):
-            raise ValueError(
-                f"Similarity compares strings, but the anchor of row {row} is {type(observation).__name__}. Use similarity=None."
-            )
+    def place(owner: int, observation: str) -> Hashable:
         # The same text finds the same cluster again: earlier clusters have not changed, and newer ones come later.
         if (owner, observation) in known:
             return known[owner, observation]

@@ -86,28 +86,24 @@ class EpisodeBatch:
         return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put((self.row, self.column), flat)
 
     @staticmethod
-    def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None) -> EpisodeBatch:
+    def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]]) -> EpisodeBatch:
         """Rows in the order of groups and members.
-        `prepare`: turns {key: array [n, ...]}, texts included, into inputs of networks. None: arrays as they are, without texts."""
+        `prepare`: turns {key: array [n, ...]}, texts included, into inputs of networks."""
         episodes = [episode for group in groups for episode in group.episodes]
-        masks = [episode.mask for episode in episodes]
-        unit_mask = None if any(own is None for own in masks) else np.concatenate([own for own in masks if own is not None])
+        seen = {key: np.concatenate([episode.observation[key] for episode in episodes]) for key in episodes[0].observation}
+        final = {key: _stacked([episode.final_observation[key] for episode in episodes]) for key in seen}
         log_prob = [np.where(True if e.mask is None else e.mask, e.log_prob, 0.0).sum(axis=1, dtype=e.log_prob.dtype) for e in episodes]
-        batch = EpisodeBatch.of_steps(
-            groups, _observations(episodes, prepare), torch.from_numpy(np.concatenate([episode.action for episode in episodes])), log_prob
-        )
+        action = torch.from_numpy(np.concatenate([episode.action for episode in episodes]))
+        batch = EpisodeBatch.of_steps(groups, (prepare(seen), prepare(final)), action, log_prob)
 
-        def of_chunks(parts: Sequence[np.ndarray | None]) -> Tensor | None:
-            found = [part for part in parts if part is not None]
-            return batch.scatter(torch.from_numpy(np.concatenate(found))) if len(found) == len(parts) else None
+        def flat(name: str) -> Tensor | None:
+            """[M, ...] an array of all episodes, if all have it."""
+            parts = [vars(episode)[name] for episode in episodes]
+            return None if any(part is None for part in parts) else torch.from_numpy(np.concatenate(parts))
 
-        return replace(
-            batch,
-            chunk_reward=of_chunks([episode.chunk_reward for episode in episodes]),
-            executed=of_chunks([episode.executed for episode in episodes]),
-            unit_log_prob=torch.from_numpy(np.concatenate([episode.log_prob for episode in episodes])),
-            unit_mask=None if unit_mask is None else torch.from_numpy(unit_mask),
-        )
+        chunk_reward, executed = (None if found is None else batch.scatter(found) for found in map(flat, ("chunk_reward", "executed")))
+        units = {"unit_log_prob": flat("log_prob"), "unit_mask": flat("mask")}
+        return replace(batch, chunk_reward=chunk_reward, executed=executed, **units)
 
     @staticmethod
     def of_steps(
@@ -153,25 +149,13 @@ class EpisodeBatch:
         )
 
 
-def _observations(
-    episodes: Sequence[Episode], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """{key: [M, ...]} of all steps, and {key: [B, ...]} after the episodes' last steps."""
-
-    def stacked(key: str) -> np.ndarray:
-        values = [episode.final_observation[key] for episode in episodes]
-        if isinstance(values[0], np.ndarray):
-            return np.stack(values)
-        whole = np.empty(len(values), object)
-        whole[:] = values
-        return whole
-
-    keys = [key for key, part in episodes[0].observation.items() if prepare is not None or part.dtype != object]
-    seen = {key: np.concatenate([episode.observation[key] for episode in episodes]) for key in keys}
-    final = {key: stacked(key) for key in keys}
-    if prepare is not None:
-        return prepare(seen), prepare(final)
-    return {key: torch.from_numpy(part) for key, part in seen.items()}, {key: torch.from_numpy(part) for key, part in final.items()}
+def _stacked(values: Sequence[Any]) -> np.ndarray:
+    """[B, ...]"""
+    if isinstance(values[0], np.ndarray):
+        return np.stack(values)
+    whole = np.empty(len(values), object)
+    whole[:] = values
+    return whole
 
 
 @dataclass(frozen=True)

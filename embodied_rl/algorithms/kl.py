@@ -85,12 +85,10 @@ class KlCoefficient:
     def __init__(self, value: float, *, target: float | None = None, horizon: float = 10_000) -> None:
         """
         Args:
-            value: initial value; above 0 if there is a target, because a factor of 0 stays 0.
+            value: initial value; a factor of 0 stays 0.
             target: divergence in nats, summed or averaged over entries like the argument of `update`; None: the value stays.
             horizon: samples after which a constant error of 0.2 has changed the coefficient by a factor of about e^0.2.
         """
-        if target is not None and not value > 0:
-            raise ValueError(f"A coefficient that follows a target must be > 0, got {value}.")
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, num_samples: int) -> float:

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
+from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, masked_mean, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, check_clip, ratio_metrics
+from embodied_rl.algorithms.losses import Metrics, ratio_metrics
 from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
 from embodied_rl.bounds import Coefficient, Positive
 from embodied_rl.config import CorrectionConfig
@@ -32,8 +32,6 @@ def importance_weights(
     mode: WeightMode = "clamp",
     mask: Tensor | None = None,
     chunk_id: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, Metrics]:
     """w = pi / behaviour, bounded: factors of a loss if the generator's policy is not the one that should have sampled.
 
@@ -50,12 +48,7 @@ def importance_weights(
     Returns:
         Weights of the shape of `log_prob`, 0 outside the mask, detached; and ``weight_mean``, ``weight_bounded_fraction`` (share of
         clamped or rejected entries) and ``behaviour_kl`` (k3 of KL(behaviour || pi), entry by entry).
-
-    Raises ValueError: bounds out of order, unknown level or mode, shapes that do not agree.
     """
-    _check_bounds(low, high)
-    if mode not in ("clamp", "mask"):
-        raise ValueError(f"mode of importance weights must be clamp or mask, got {mode!r}.")
     with torch.no_grad():
         raw = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
         inside = (raw >= low) & (raw <= high)
@@ -65,9 +58,9 @@ def importance_weights(
         new, behaviour = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob)
         kl = kl_estimate(log_prob=behaviour, reference_log_prob=new, kind="k3")
         metrics = {
-            "weight_mean": aggregation.mean(weight, mask, denominator),
-            "weight_bounded_fraction": aggregation.mean((~inside).to(weight.dtype), mask, denominator),
-            "behaviour_kl": aggregation.mean(kl, mask, denominator),
+            "weight_mean": masked_mean(weight, mask),
+            "weight_bounded_fraction": masked_mean((~inside).to(weight.dtype), mask),
+            "behaviour_kl": masked_mean(kl, mask),
         }
     return weight, metrics
 
@@ -106,7 +99,7 @@ def correction_weights(
     if correction.reject is not None:
         kept = rejection_mask(**given, low=1.0 / correction.reject, high=correction.reject)  # type: ignore[arg-type]
         weight = torch.where(kept, weight, torch.zeros_like(weight))
-        metrics["rejected_fraction"] = TOKEN_MEAN.mean((~kept).to(weight.dtype), mask)
+        metrics["rejected_fraction"] = masked_mean((~kept).to(weight.dtype), mask)
     return weight, {name: float(value) for name, value in metrics.items()}
 
 
@@ -131,9 +124,6 @@ def rejection_mask(
         token_veto: drop a row with any entry whose own ratio is below this (0: no row): a single action that the trainer finds all but
             impossible indicates a broken generator rather than an old one.
     """
-    _check_bounds(low, high)
-    if not 0.0 <= token_veto <= 1.0:
-        raise ValueError(f"token_veto must be between 0 and 1, got {token_veto}.")
     ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
     kept = (ratio >= low) & (ratio <= high)
     if token_veto > 0.0:
@@ -160,7 +150,6 @@ def cispo_loss(
 
     Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
     """
-    check_clip(clip_low, clip_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp().detach()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -194,9 +183,10 @@ def topr_loss(
         The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (share of all entries that are tapered with a clipped
         ratio).
 
-    Raises ValueError: invalid bounds or shapes, or ``sign="score"`` without `positive`.
+    Raises ValueError: ``ratio_low > ratio_high``, shapes that do not agree, or ``sign="score"`` without `positive`.
     """
-    _check_bounds(ratio_low, ratio_high)
+    if not (0.0 <= ratio_low <= ratio_high and ratio_high > 0.0):
+        raise ValueError(f"Bounds of a ratio must satisfy 0 <= low <= high and high > 0, got low={ratio_low}, high={ratio_high}.")
     new, old, advantages = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob, advantage=advantage.detach())
     ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
     clipped = ratio.clamp(ratio_low, ratio_high)
@@ -209,8 +199,3 @@ def topr_loss(
     taper = torch.where(tapered, clipped, torch.ones_like(clipped))
     loss = aggregation.reduce(-taper * advantages * new, mask, denominator)
     return loss, ratio_metrics(loss, new, old, (clipped != ratio) & tapered, mask, denominator, aggregation)
-
-
-def _check_bounds(low: float, high: float) -> None:
-    if not (0.0 <= low <= high and high > 0.0):
-        raise ValueError(f"Bounds of a ratio must satisfy 0 <= low <= high and high > 0, got low={low}, high={high}.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,17 +42,14 @@ class PPO(StepRewards):
         super().__init__(config)
         self._advantage = advantage_info(config.advantage)
 
-    def prepare(
-        self, rollout: Rollout, values: RolloutValues, observation: dict[str, torch.Tensor] | None = None, *, action_dim: int = 1
-    ) -> Batch:
+    def prepare(self, rollout: Rollout, values: RolloutValues, observation: dict[str, torch.Tensor], *, action_dim: int = 1) -> Batch:
         """Normalise rewards, estimate advantages, whiten them, and flatten [T, N] to [B]. Shares memory with the rollout.
 
         Args:
-            observation: {key: [B, ...]} as the policy prepared it; None: the rollout's own numeric arrays.
+            observation: {key: [B, ...]} as the policy prepared it.
             action_dim: A, for rollouts with chunks.
         """
-        estimate = self._estimate_actions if self.config.advantage == "gae_action" else self._estimate
-        advantage, returns = estimate(rollout, values)
+        advantage, returns = self._estimate(rollout, values)
         executed = None if rollout.executed is None else flat_rows(rollout.executed)
         of_actions = advantage.ndim == 3
         if self.config.normalize_advantage == "batch":
@@ -60,9 +59,6 @@ class PPO(StepRewards):
         unit_mask = None
         if executed is not None:
             unit_mask = executed[:, unit_steps(rollout.log_prob.shape[-1], executed.shape[1], action_dim)]
-        if observation is None:
-            # Text and other Python values are left out: an actor-critic reads numbers.
-            observation = {key: flat_rows(array) for key, array in rollout.observation.items() if array.dtype != object}
         return Batch(
             observation=observation,
             action=flat_rows(rollout.action),
@@ -89,28 +85,28 @@ class PPO(StepRewards):
         return dataclasses.replace(rollout, chunk_reward=steps, reward=steps.sum(axis=2)), figures
 
     def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
-        """[T, N] per decision. ``gae`` treats chunks as single steps; ``gae_chunk`` discounts by the steps that each took (`chunk_gae`)."""
-        config, reward, discount = self.config, rollout.reward, None
-        if config.advantage == "gae_chunk" and rollout.executed is not None and rollout.chunk_reward is not None:
-            reward, discount = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
+        """[T, N] per decision, or [T, N, K] per step of its chunk (``gae_action``). ``gae`` treats chunks as single steps; ``gae_chunk``
+        discounts by the steps that each took (`chunk_gae`)."""
+        config, reward, steps = self.config, rollout.reward, None
+        options = method_options(self._advantage, config.advantage_options, config)
+        if "executed" in self._advantage.inputs and rollout.executed is not None and rollout.chunk_reward is not None:
+            if self._advantage.unit == "step":
+                steps, options["executed"] = rollout.chunk_reward, rollout.executed
+            else:
+                reward, options["discount"] = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
         if self.reward_normalizer is not None:
-            reward = self.reward_normalizer(reward, rollout.terminated | rollout.truncated)
-        arrays = {
-            "reward": reward,
-            "value": values.value,
-            "last_value": values.last_value,
-            "terminated": rollout.terminated,
-            "truncated": rollout.truncated,
-            "final_value": values.final_value,
-        }
+            reward = self.reward_normalizer(reward, rollout.terminated | rollout.truncated, steps=steps)
+        elif steps is not None:
+            reward = steps
+        arrays = {"reward": reward, "terminated": rollout.terminated, "truncated": rollout.truncated, **vars(values)}
         if self._advantage.own:
-            return self._own_estimate(arrays)
-        return gae(**arrays, gamma=config.gamma, gae_lambda=config.gae_lambda, discount=discount)
+            return self._own_estimate(arrays, options)
+        estimate: Callable[..., tuple[np.ndarray, np.ndarray]] = gae if steps is None else action_gae
+        return estimate(**arrays, **options)
 
-    def _own_estimate(self, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _own_estimate(self, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Estimate with the user's own function: tensors in, (advantage, returns) [T, N] out."""
         info, shape = self._advantage, arrays["reward"].shape
-        options = method_options(info, self.config.advantage_options, self.config)
         wanted = {name: torch.from_numpy(arrays[name]) for name in (*info.inputs, *info.optional_inputs) if name in arrays}
         result = info.load()(**wanted, **options)
         if not (
@@ -121,25 +117,6 @@ class PPO(StepRewards):
             raise UserError(f"'{info.name}' must return (advantage, returns), two tensors {list(shape)} for this rollout.")
         advantage, returns = (part.numpy().astype(np.float32, copy=False) for part in result)
         return advantage, returns
-
-    def _estimate_actions(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
-        """[T, N, K] per step of the chunks."""
-        assert rollout.executed is not None, "the configuration was checked"
-        assert rollout.chunk_reward is not None, "the configuration was checked"
-        reward = rollout.chunk_reward
-        if self.reward_normalizer is not None:
-            reward = self.reward_normalizer(rollout.reward, rollout.terminated | rollout.truncated, steps=reward)
-        return action_gae(
-            reward=reward,
-            executed=rollout.executed,
-            value=values.value,
-            last_value=values.last_value,
-            terminated=rollout.terminated,
-            truncated=rollout.truncated,
-            final_value=values.final_value,
-            gamma=self.config.gamma,
-            gae_lambda=self.config.gae_lambda,
-        )
 
 
 def corrected(

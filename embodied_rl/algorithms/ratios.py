@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import visible_entries
-from embodied_rl.errors import did_you_mean
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that a stray action cannot overflow exp."""
@@ -76,10 +75,8 @@ def log_ratio_at(
 
     Returns log-ratios of the shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
 
-    Raises ValueError: unknown level, or ``chunk`` without `chunk_id`.
+    Raises ValueError: ``chunk`` without `chunk_id`.
     """
-    if level not in LEVELS:
-        raise ValueError(f"Level {level!r} is not known.{did_you_mean(str(level), LEVELS)}")
     if level == "chunk" and chunk_id is None:
         raise ValueError("Level 'chunk' needs chunk_id [B, L], the number of the chunk that each entry belongs to.")
     new, old = visible_entries(mask, log_prob=log_prob.detach(), old_log_prob=old_log_prob.detach())

@@ -15,15 +15,14 @@ from torch import Tensor
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, agent_episodes, rows_of
 from embodied_rl.algorithms.episode_method import Credit, EpisodeBatch, EpisodeMethod, EpisodeValues
-from embodied_rl.algorithms.step_rewards import KlTerm
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.episode_objectives import TokenObjective
-from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.methods.groups import of_domain
-from embodied_rl.methods.learners import PolicyLearner, of_domains
+from embodied_rl.methods.learners import PlayingLearner, of_domains
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
@@ -46,7 +45,7 @@ class PreparedTurns:
     metrics: dict[str, float]
 
 
-class TokenLearner(PolicyLearner):
+class TokenLearner(PlayingLearner[EpisodeMethod]):
     """One language policy that plays one or several domains of text; each domain values its episodes by its own configuration."""
 
     policy: LanguagePolicy
@@ -62,20 +61,18 @@ class TokenLearner(PolicyLearner):
         """`config`: for the update; `configs`: {domain: its own}; `sampling`: kinds of backends whose samples are learned from."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
-        self.config, self.policy = config, policy
+        super().__init__(config, configs, policy, EpisodeMethod, TokenObjective(policy, config.algorithm), ranks)
         self.generator: Generator | None = None
         """Generator that a warm start publishes to: that of the whole run."""
         self.warm_starts: dict[str, WarmStart] = {}
-        self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
         # Sampled in the same precision by the same code, with the weights of this very version.
         self._trust_sampled = set(sampling) == {"tokens_torch"} and groups.max_staleness == 0
-        self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid, ranks=ranks)
         self._last: dict[str, list[AgentEpisode]] = {}
 
     def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:
         """See `PolicyLearner.prepare`: returns the tokens of all domains, with each domain's credit."""
         parts: dict[str, PreparedTurns] = {}
-        for name, method in self._methods.items():
+        for name, method in self.methods.items():
             if own := of_domain(name, gathered):
                 parts[name] = prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled)
         return joined(parts)
@@ -84,14 +81,8 @@ class TokenLearner(PolicyLearner):
         num_turns, tokens = max(prepared.num_turns, 1), prepared.tokens
         if iteration < self.config.algorithm.critic_warmup:
             tokens = replace(tokens, advantage=torch.zeros_like(tokens.advantage))
-        stats = self.learner.update(
-            tokens,
-            minibatch_rows=round(self.config.algorithm.minibatch_size * tokens.num_rows / num_turns),
-            progress=progress,
-            seed=[self.config.seed, iteration],
-            kl_coef=self._kl.coefficient.value,
-        )
-        return {**stats, **self._kl.measured(stats, num_turns), **prepared.metrics}
+        minibatch_rows = round(self.config.algorithm.minibatch_size * tokens.num_rows / num_turns)
+        return {**self.learn(tokens, minibatch_rows, iteration, progress, num_turns), **prepared.metrics}
 
     @property
     def wants_start(self) -> bool:
@@ -125,7 +116,7 @@ class TokenLearner(PolicyLearner):
         """See `PolicyLearner.finish`: writes the last training episodes."""
         page, decode = Path(DIALOGUES), functools.partial(self.policy.tokenizer.decode, skip_special_tokens=False)
         for name, episodes in self._last.items():
-            path = run_dir / (page if "" in self._methods else page.with_stem(f"{page.stem}-{name}"))
+            path = run_dir / (page if "" in self.methods else page.with_stem(f"{page.stem}-{name}"))
             write_dialogues(path, episodes, decode, f"{name}: the last training episodes")
 
     def metrics(self) -> dict[str, float]:
@@ -134,21 +125,16 @@ class TokenLearner(PolicyLearner):
 
     def state_dict(self) -> dict[str, Any]:
         starts = {name: start.state_dict() for name, start in self.warm_starts.items()}
-        episodes = {name: method.state_dict() for name, method in self._methods.items()}
+        episodes = {name: method.state_dict() for name, method in self.methods.items()}
         if "" in episodes:
             return {"episodes": episodes[""], "warm_start": starts.get("", NO_START)}
         return {"episodes": episodes, "warm_starts": starts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, method in self._methods.items():
+        for name, method in self.methods.items():
             method.load_state_dict(state["episodes"][name] if name else state["episodes"])
         for name, start in self.warm_starts.items():
             start.load_state_dict(state["warm_starts"][name] if name else state["warm_start"])
-
-    @property
-    def _kl(self) -> KlTerm:
-        """The run's KL term: divergence belongs to the policy, not to a domain."""
-        return next(iter(self._methods.values())).kl
 
 
 def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:

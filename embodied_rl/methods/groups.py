@@ -14,7 +14,7 @@ from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import EpisodeRows
-from embodied_rl.methods.learners import RobotLearner, of_domains, together
+from embodied_rl.methods.learners import PlayingLearner, of_domains, together
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.rollout.domains import PLAYER_SIGN
 from embodied_rl.types import EpisodeGroup
@@ -34,13 +34,14 @@ def of_domain(name: str, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
     return [group for group in groups if not name or group.domain.partition(PLAYER_SIGN)[0] == name]
 
 
-class EpisodeLearner(RobotLearner[EpisodeMethod]):
+class EpisodeLearner(PlayingLearner[EpisodeMethod]):
     """Learns from episodes: a row is an episode."""
 
+    policy: Policy
     place = "episodes"
 
     def __init__(self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: Policy, ranks: RankHost | None = None) -> None:
-        """See `RobotLearner`."""
+        """See `PlayingLearner`."""
         self._objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
         super().__init__(config, configs, policy, EpisodeMethod, self._objective, ranks)
 
@@ -59,15 +60,9 @@ class EpisodeLearner(RobotLearner[EpisodeMethod]):
         rows = EpisodeRows.joined([part.rows for part in prepared.values()])
         if iteration < self.config.algorithm.critic_warmup:
             rows = replace(rows, inputs={**rows.inputs, "advantage": torch.zeros_like(rows.inputs["advantage"])})
-        stats = self.learner.update(
-            rows,
-            minibatch_rows=rows.episodes_of(self.config.algorithm.minibatch_size),
-            progress=progress,
-            seed=[self.config.seed, iteration],
-            kl_coef=self.kl.coefficient.value,
-        )
-        credit = {name: (int(part.credit.mask.sum()), part.credit.metrics) for name, part in prepared.items()}
-        return {**stats, **of_domains(credit), **self.kl.measured(stats, int(rows.inputs["decisions"].sum()))}
+        episodes = rows.episodes_of(self.config.algorithm.minibatch_size)
+        stats = self.learn(rows, episodes, iteration, progress, int(rows.inputs["decisions"].sum()))
+        return {**stats, **of_domains({name: (int(part.credit.mask.sum()), part.credit.metrics) for name, part in prepared.items()})}
 
 
 def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> PreparedEpisodes:

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms.batch import Rows
 from embodied_rl.algorithms.step_rewards import KlTerm, StepRewards
 from embodied_rl.config import AlgorithmConfig, TrainConfig
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.streams import Stream, prefixed
-from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule
+from embodied_rl.policies.base import TensorObservation, TrainedModule
 from embodied_rl.types import EpisodeGroup
 
 
@@ -81,10 +82,10 @@ Valued = TypeVar("Valued", bound=StepRewards)
 """Values a domain's experience."""
 
 
-class RobotLearner(PolicyLearner, Generic[Valued]):
-    """A robot's policy: each domain's experience is valued by its own configuration, and one update learns from all of it."""
+class PlayingLearner(PolicyLearner, Generic[Valued]):
+    """A policy that learns from what each iteration plays: each domain's experience is valued by its own configuration, and one update
+    learns from all of it."""
 
-    policy: Policy
     place: str = ""
     """Key of the domains' part in `state_dict`; empty: that part is the whole."""
 
@@ -92,7 +93,7 @@ class RobotLearner(PolicyLearner, Generic[Valued]):
         self,
         config: TrainConfig,
         configs: Mapping[str, TrainConfig],
-        policy: Policy,
+        policy: TrainedModule,
         values: Callable[[AlgorithmConfig], Valued],
         objective: Objective[Any, Any],
         ranks: RankHost | None,
@@ -112,6 +113,12 @@ class RobotLearner(PolicyLearner, Generic[Valued]):
     def kl(self) -> KlTerm:
         """KL term of the update: the first domain's, because all have the same."""
         return next(iter(self.methods.values())).kl
+
+    def learn(self, rows: Rows, minibatch_rows: int, iteration: int, progress: float, num_samples: int) -> dict[str, float]:
+        """Run the update on these rows; return its metrics. `num_samples`: number of decisions that the KL term was measured on."""
+        coefficient, seed = self.kl.coefficient.value, [self.config.seed, iteration]
+        stats = self.learner.update(rows, minibatch_rows=minibatch_rows, progress=progress, seed=seed, kl_coef=coefficient)
+        return {**stats, **self.kl.measured(stats, num_samples)}
 
     def begin(self, version: int) -> None:
         """See `PolicyLearner.begin`: keeps the weights after any cloning as the KL term's reference."""

@@ -15,16 +15,18 @@ from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import seen_in
-from embodied_rl.methods.learners import RobotLearner, of_domains, together
+from embodied_rl.methods.learners import PlayingLearner, of_domains, together
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.types import Rollout
 
 
-class RolloutLearner(RobotLearner[PPO]):
+class RolloutLearner(PlayingLearner[PPO]):
     """PPO on fixed rollouts: a row is a decision."""
 
+    policy: Policy
+
     def __init__(self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: Policy, ranks: RankHost | None = None) -> None:
-        """See `RobotLearner`."""
+        """See `PlayingLearner`."""
         self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
         super().__init__(config, configs, policy, PPO, self._objective, ranks)
         self._figures: dict[str, float] = {}
@@ -61,14 +63,8 @@ class RolloutLearner(RobotLearner[PPO]):
     def update(self, prepared: Batch, *, iteration: int, progress: float) -> dict[str, float]:
         if iteration < self.config.algorithm.critic_warmup:  # without advantages the policy's loss has no gradient
             prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
-        stats = self.learner.update(
-            prepared,
-            minibatch_rows=self.config.algorithm.minibatch_size,
-            progress=progress,
-            seed=[self.config.seed, iteration],
-            kl_coef=self.kl.coefficient.value,
-        )
-        return {**stats, **self._figures, **self.kl.measured(stats, prepared.num_rows)}
+        stats = self.learn(prepared, self.config.algorithm.minibatch_size, iteration, progress, prepared.num_rows)
+        return {**stats, **self._figures}
 
     def begin(self, version: int) -> None:
         super().begin(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,12 @@ def group(number: int, *episodes: Episode) -> EpisodeGroup:
     return EpisodeGroup(number, "toy", episodes[0].seed, 0, episodes)
 
 
+def rows_of(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
+    return EpisodeBatch.of(groups, lambda seen: {key: torch.from_numpy(part) for key, part in seen.items()})
+
+
 def credit(config: AlgorithmConfig, *groups: EpisodeGroup, values: EpisodeValues | None = None):
-    batch = EpisodeBatch.of(groups)
+    batch = rows_of(groups)
     method = EpisodeMethod(config)
     zeros = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
     return batch, method.prepare(batch, values or zeros), method
@@ -71,14 +76,14 @@ def test_group_advantages_are_shared_by_an_episodes_steps() -> None:
 
 def test_a_run_that_learns_nothing_from_its_rewards_says_so() -> None:
     def even(number: int) -> EpisodeBatch:
-        return EpisodeBatch.of([group(number, episode([1, 2], 0), episode([3], 0))])
+        return rows_of([group(number, episode([1, 2], 0), episode([3], 0))])
 
     method, zeros = EpisodeMethod(CONFIG), EpisodeValues(torch.zeros(2, 2), torch.zeros(2))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(2):
             method.prepare(even(number), zeros)
-        method.prepare(EpisodeBatch.of([group(2, episode([1, 2], 0), episode([1], 0))]), zeros)  # 3 and 1
+        method.prepare(rows_of([group(2, episode([1, 2], 0), episode([1], 0))]), zeros)  # 3 and 1
         for number in range(2):
             method.prepare(even(number), zeros)
         assert not said
@@ -134,7 +139,7 @@ def test_what_is_measured_of_a_batch_leaves_out_greedy_episodes() -> None:
     All are taken from rewards, half of each: those of the sampled episodes become 4, -1 and -0.5, and the greedy one returns 2 - 5."""
     kl = KlConfig(coef=0.5, kind="k1", place="reward", target=1.0, horizon=10)
     played = group(0, episode([2], 0, greedy=True), episode([5, 1], 0), episode([1], 0))
-    batch, method = EpisodeBatch.of([played]), EpisodeMethod(replace(CONFIG, advantage="remax", kl=kl))
+    batch, method = rows_of([played]), EpisodeMethod(replace(CONFIG, advantage="remax", kl=kl))
     zeros, divergence = EpisodeValues(torch.zeros(batch.shape), torch.zeros(3)), torch.tensor([[10.0, 0], [2, 4], [3, 0]])
     found = method.prepare(batch, zeros, divergence)
     assert found.metrics == pytest.approx({"kl": 3.0, "kl_penalty": 1.5})
@@ -174,7 +179,7 @@ def test_what_rounding_leaves_of_equal_returns_is_no_advantage(advantage: str, k
 
 
 def test_lengths_of_answers_are_tokens() -> None:
-    batch = replace(EpisodeBatch.of([GROUPS[0]]), num_tokens=torch.tensor([[5, 3, 2], [30, 0, 0]]))
+    batch = replace(rows_of([GROUPS[0]]), num_tokens=torch.tensor([[5, 3, 2], [30, 0, 0]]))
     method = EpisodeMethod(replace(CONFIG, advantage="opo"))
     found = method.prepare(batch, EpisodeValues(torch.zeros(2, 3), torch.zeros(2)))
     # Returns 6 of 10 tokens and 4 of 30: a baseline of (60 + 120) / 40 = 4.5.
@@ -208,7 +213,7 @@ def test_running_moments_and_the_coefficient_survive_a_resume() -> None:
 
 def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:
     config = replace(CONFIG, advantage="reinforce", gamma=1.0, kl=KlConfig(coef=0.5, kind="k1", place="reward"))
-    batch = EpisodeBatch.of(GROUPS)
+    batch = rows_of(GROUPS)
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(4))
     present, reference = torch.zeros(batch.shape), torch.full(batch.shape, -2.0)
     method = EpisodeMethod(config)
@@ -229,7 +234,7 @@ def test_rewards_are_divided_by_the_spread_of_discounted_returns() -> None:
                 for reward in played.reward:
                     total = reward + 0.5 * total
                     returns.append(total)
-        batch = EpisodeBatch.of(GROUPS)
+        batch = rows_of(GROUPS)
         found = method.prepare(batch, EpisodeValues(torch.zeros(batch.shape), torch.zeros(4)))
         expected = np.zeros(batch.shape)
         for row, played in enumerate(batch.episodes):
@@ -257,7 +262,7 @@ def test_episodes_that_were_cut_off_may_earn_nothing_or_not_be_learned_from() ->
 
 
 def test_long_answers_are_penalised_and_count_as_cut_off() -> None:
-    batch = EpisodeBatch.of([group(0, episode([1, 1], 40), episode([1, 1], 40))])
+    batch = rows_of([group(0, episode([1, 1], 40), episode([1, 1], 40))])
     batch = replace(batch, num_tokens=torch.tensor([[6, 9], [10, 2]]))
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(2))
     reward = RewardConfig(overlong_tokens=10, overlong_buffer=4, overlong_penalty=2.0)
@@ -276,7 +281,7 @@ def test_advantages_are_clipped() -> None:
 def test_texts_that_are_alike_are_one_anchor() -> None:
     config = replace(CONFIG, advantage="gigpo", gamma=1.0, advantage_options={"normalize": "mean", "step_weight": 1.0})
     texts = ("a room with a red door", "a room with a red doors", "nothing like it")
-    batch = EpisodeBatch.of([group(0, *(episode([score], 40) for score in (1, 3, 5)))])
+    batch = rows_of([group(0, *(episode([score], 40) for score in (1, 3, 5)))])
     batch = replace(batch, observation={"text": np.array(texts)})  # type: ignore[dict-item]
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(3))
     plain = EpisodeMethod(config).prepare(batch, values).advantage[:, 0]
@@ -292,7 +297,7 @@ def test_texts_that_are_alike_are_one_anchor() -> None:
 def test_corrections_multiply_the_advantages_that_were_normalised() -> None:
     correction = CorrectionConfig(mode="clamp", high=1.5, reject=3.0)
     config = replace(CONFIG, advantage="reinforce", gamma=1.0, correction=correction)
-    batch = EpisodeBatch.of([group(0, episode([1, 1], 40), episode([1, 1], 40))])
+    batch = rows_of([group(0, episode([1, 1], 40), episode([1, 1], 40))])
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(2))
     # Two action units of -0.5 each were sampled: -1 a decision. Ratios 0.5 and 2 (clamped to 1.5); 4 and 4, rejected: 4 > 3.
     present = torch.tensor([[0.5, 2.0], [4.0, 4.0]]).log() - 1.0

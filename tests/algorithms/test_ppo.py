@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.algorithms.advantages import gae
-from embodied_rl.algorithms.ppo import PPO, RolloutValues
+from embodied_rl.algorithms.ppo import PPO, RolloutValues, flat_rows
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.types import Rollout
@@ -52,7 +52,7 @@ def estimate(rollout: Rollout, values: RolloutValues, reward: np.ndarray) -> tup
 
 def test_rows_are_time_major_and_belong_together() -> None:
     rollout, values = rollout_and_values()
-    batch = PPO(replace(CONFIG, normalize_advantage="none")).prepare(rollout, values)
+    batch = PPO(replace(CONFIG, normalize_advantage="none")).prepare(rollout, values, {"state": flat_rows(rollout.observation["state"])})
     advantage, returns = estimate(rollout, values, rollout.reward)
     assert batch.num_rows == 15
     for row, (t, n) in enumerate(np.ndindex(5, 3)):
@@ -66,7 +66,10 @@ def test_rows_are_time_major_and_belong_together() -> None:
 
 def test_whitening_changes_advantages_and_leaves_returns() -> None:
     rollout, values = rollout_and_values()
-    plain, whitened = (PPO(replace(CONFIG, normalize_advantage=how)).prepare(rollout, values) for how in ("minibatch", "batch"))
+    plain, whitened = (
+        PPO(replace(CONFIG, normalize_advantage=how)).prepare(rollout, values, {"state": flat_rows(rollout.observation["state"])})
+        for how in ("minibatch", "batch")
+    )
     raw = plain.advantage.numpy()
     np.testing.assert_allclose(whitened.advantage.numpy(), (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)
     assert np.array_equal(plain.returns, whitened.returns)
@@ -75,7 +78,7 @@ def test_whitening_changes_advantages_and_leaves_returns() -> None:
 def test_rewards_are_normalised_before_advantages() -> None:
     rollout, values = rollout_and_values()
     algorithm = PPO(replace(CONFIG, normalize_reward=True, normalize_advantage="none", reward_clip=1e9))
-    batch = algorithm.prepare(rollout, values)
+    batch = algorithm.prepare(rollout, values, {"state": flat_rows(rollout.observation["state"])})
     assert algorithm.reward_normalizer is not None
     scaled = rollout.reward / np.sqrt(algorithm.reward_normalizer.moments.var + 1e-8)
     np.testing.assert_allclose(batch.returns.numpy().reshape(5, 3), estimate(rollout, values, scaled.astype(np.float32))[1], atol=1e-5)
@@ -85,10 +88,13 @@ def test_resumed_preparation_is_the_same() -> None:
     rollout, values = rollout_and_values()
     config = replace(CONFIG, normalize_reward=True)
     first, second = PPO(config), PPO(config)
-    first.prepare(rollout, values)
+    first.prepare(rollout, values, {"state": flat_rows(rollout.observation["state"])})
     second.load_state_dict(first.state_dict())
     for algorithm in (first, second):
         algorithm.restart_episodes()
-    assert np.array_equal(first.prepare(rollout, values).advantage, second.prepare(rollout, values).advantage)
+    assert np.array_equal(
+        first.prepare(rollout, values, {"state": flat_rows(rollout.observation["state"])}).advantage,
+        second.prepare(rollout, values, {"state": flat_rows(rollout.observation["state"])}).advantage,
+    )
     with pytest.raises(IncompatibleCheckpointError, match="normalize_reward=False now, but True"):
         PPO(CONFIG).load_state_dict(first.state_dict())
