@@ -135,8 +135,7 @@ class Trainer:
         undo.callback(end_ranks, self.method)
         undo.callback(self.generator.close)
         if config.record.share and not self.manager.record(self.run_dir, self.command):
-            recordable = self.method.recordable(self.manager.num_slots, self.spec, config.sim)
-            self.recorders = start_recorders(config, recordable, self.run_dir, self.command)
+            self.recorders = start_recorders(config, self.method.recordable(), self.run_dir, self.command)
         self.engine = make_engine(hybrid_here(config), self.policy, self.generator, self.method, self.manager)
         self._saver = PolicySaver(self.policy, self.run_dir)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)

@@ -27,9 +27,15 @@ class Rows(ABC):
     def filler(self) -> Self:
         """The first row, masked so that it counts in no sum. Ranks without rows of their own step on it."""
 
-    @abstractmethod
+    @property
+    def counts(self) -> Tensor | None:
+        """[n] bool on the host: rows that count; None: all do."""
+        return None
+
     def counted(self) -> Self:
         """The rows that count."""
+        counts = self.counts
+        return self if counts is None or bool(counts.all()) else self.chosen(counts.nonzero().squeeze(-1))
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -112,13 +118,11 @@ class Batch(TensorRows):
     log_prob: Tensor
     """[B, L] log-probabilities under the policy that acted."""
     advantage: Tensor
-    """[B] whitened if the algorithm is configured so; 0 where mask is False."""
+    """[B] whitened if the algorithm is configured so."""
     returns: Tensor
     """[B] target of the value function: advantage before whitening + value."""
     value: Tensor
     """[B] value that the returns were computed with."""
-    mask: Tensor | None = None
-    """[B] bool: rows that count; None: all rows."""
     unit_mask: Tensor | None = None
     """[B, L] bool: action units whose step of the chunk was executed; None: all units."""
     value_mask: Tensor | None = None
@@ -146,9 +150,3 @@ class Batch(TensorRows):
         return first.replaced(
             unit_mask=torch.zeros_like(first.log_prob, dtype=torch.bool), value_mask=torch.zeros_like(first.returns, dtype=torch.bool)
         )
-
-    def counted(self) -> Batch:
-        """See `Rows.counted`: the rows in `mask`."""
-        if self.mask is None:
-            return self
-        return self.replaced(mask=None).chosen(self.mask.nonzero().squeeze(-1).cpu())

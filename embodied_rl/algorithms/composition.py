@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from embodied_rl.algorithms.advantage_table import AdvantageInfo, advantage_info
 from embodied_rl.algorithms.catalogue import MethodInfo
 from embodied_rl.algorithms.loss_table import LossInfo, loss_info
-from embodied_rl.config import AlgorithmConfig, CorrectionConfig
+from embodied_rl.config import AlgorithmConfig
 from embodied_rl.config.building import check_arguments
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.registry import load_target
@@ -36,11 +36,6 @@ def compose(config: AlgorithmConfig) -> Composition:
     _check_options(advantage, config.advantage_options, "algorithm.advantage_options", config)
     _check_options(loss, config.loss_options, "algorithm.loss_options", config)
     return Composition(advantage, loss)
-
-
-def needs_present(loss: LossInfo, correction: CorrectionConfig) -> bool:
-    """Whether an update reads log-probabilities of the policy at its start."""
-    return "old_log_prob" in loss.inputs or correction.enabled
 
 
 def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:

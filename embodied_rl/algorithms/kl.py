@@ -1,9 +1,8 @@
-"""Divergence from a reference policy: estimates from samples, as a loss or in the reward, with fixed or adaptive coefficients."""
+"""Divergence from a reference policy: estimates from samples, and as a loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -70,39 +69,3 @@ def kl_loss(
         per_entry = per_entry.detach() + (gradient - gradient.detach())
     loss = aggregation.reduce(per_entry, mask, denominator)
     return loss, {"kl": aggregation.mean(per_entry.detach(), mask, denominator)}
-
-
-class KlCoefficient:
-    """Factor of a divergence, which may follow a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
-
-    e = clip(KL / target - 1, -0.2, 0.2) and value <- value (1 + e min(n / horizon, 1)), with n the samples of the step: a proportional
-    controller on the logarithm of the coefficient. One measurement moves it by at most a fifth, whatever its number of samples: beyond
-    five horizons the paper's factor 1 + e n / horizon would fall to 0, which it never leaves.
-    """
-
-    MAX_ERROR = 0.2
-
-    def __init__(self, value: float, *, target: float | None = None, horizon: float = 10_000) -> None:
-        """
-        Args:
-            value: initial value; a factor of 0 stays 0.
-            target: divergence in nats, summed or averaged over entries like the argument of `update`; None: the value stays.
-            horizon: samples after which a constant error of 0.2 has changed the coefficient by a factor of about e^0.2.
-        """
-        self.value, self.target, self.horizon = value, target, horizon
-
-    def update(self, kl: float, num_samples: int) -> float:
-        """Take the divergence of the last step; return the new coefficient. A NaN changes nothing: the loss or reward that contains it
-        raises where it is computed."""
-        if self.target is not None and not math.isnan(kl):
-            error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
-            # In this order for steps within the horizon, so that older runs resume bit for bit.
-            self.value *= 1.0 + (error * num_samples / self.horizon if num_samples <= self.horizon else error)
-        return self.value
-
-    def state_dict(self) -> dict[str, float]:
-        """JSON-able; target and horizon come from the configuration."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.value = float(state["value"])

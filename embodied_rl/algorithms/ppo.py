@@ -135,7 +135,6 @@ def corrected(
 
     Returns the batch, and the metrics of `correction_weights`.
     """
-    assert batch.mask is None, "rollouts have no rows that do not count"
     steps = torch.zeros(batch.log_prob.shape[1], dtype=torch.int64) if steps is None else steps
     now, before = (at_level(log_prob, level, batch.unit_mask, steps) for log_prob in (present, batch.log_prob))
     # Units of a row are those of one chunk.

@@ -242,7 +242,7 @@ def kl_in_reward(
         kl: the same shape, `kl.kl_estimate` between the sampling policy, as the trainer computes it, and the reference, on the same
             actions; k1 is the paper's. An entry of several tokens has the sum of their estimates: an estimate from the tokens' summed
             log-ratio would vary many times as much, exponentially in their number for k3.
-        coefficient: >= 0; `kl.KlCoefficient` may control it.
+        coefficient: >= 0; `step_rewards.KlTerm` may control it.
         counted: entries of the means; None: those of `mask`.
 
     Returns rewards, and ``kl`` and ``kl_penalty``, their means.

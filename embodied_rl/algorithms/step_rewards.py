@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,18 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
+from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.rewards import ReturnNormalizer, clip_reward, kl_in_reward
 from embodied_rl.config import AlgorithmConfig, KlConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 
 
 class KlTerm:
-    """The configured divergence from the first policy, in the loss or in the reward, and its present coefficient."""
+    """The configured divergence from the first policy, in the loss or in the reward, and its present coefficient.
+
+    The coefficient may follow a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2). e = clip(KL / target - 1, -0.2, 0.2) and
+    value <- value (1 + e min(n / horizon, 1)), with n the samples of the step: a proportional controller on the logarithm of the
+    coefficient. One measurement moves it by at most a fifth, whatever its number of samples: beyond five horizons the paper's factor
+    1 + e n / horizon would fall to 0, which it never leaves.
+    """
+
+    MAX_ERROR = 0.2
 
     def __init__(self, config: KlConfig) -> None:
-        self.config = config
-        self.coefficient = KlCoefficient(config.coef, target=config.target, horizon=config.horizon)
+        self.config, self.coefficient = config, config.coef
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """Take the divergence of the last step; return the new coefficient. A NaN changes nothing: the loss or reward that contains it
+        raises where it is computed."""
+        target, horizon = self.config.target, self.config.horizon
+        if target is not None and not math.isnan(kl):
+            error = min(max(kl / target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
+            # In this order for steps within the horizon, so that older runs resume bit for bit.
+            self.coefficient *= 1.0 + (error * num_samples / horizon if num_samples <= horizon else error)
+        return self.coefficient
 
     @property
     def in_reward(self) -> bool:
@@ -48,17 +66,17 @@ class KlTerm:
         if not self.in_reward:
             return reward, {}
         assert kl is not None, "`divergence` gives it"
-        taken, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient.value, mask=mask, counted=learned)
+        taken, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient, mask=mask, counted=learned)
         figures = {name: float(value) for name, value in metrics.items()}
         measured = mask if learned is None else learned
-        self.coefficient.update(figures["kl"], reward.numel() if measured is None else int(measured.sum()))
+        self.update(figures["kl"], reward.numel() if measured is None else int(measured.sum()))
         return taken, figures
 
     def measured(self, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
         """``kl_coef`` after the divergence that an update measured in its loss; empty if it measured none."""
         if "kl" not in stats or not self.in_loss:
             return {}
-        return {"kl_coef": self.coefficient.update(stats["kl"], num_samples)}
+        return {"kl_coef": self.update(stats["kl"], num_samples)}
 
 
 class StepRewards:
@@ -92,7 +110,7 @@ class StepRewards:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state that a resume needs."""
         normalizer = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
-        return {"reward_normalizer": normalizer, "kl_coefficient": self.kl.coefficient.state_dict()}
+        return {"reward_normalizer": normalizer, "kl_coefficient": {"value": self.kl.coefficient}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state. Raises IncompatibleCheckpointError if it was made with the other setting of ``normalize_reward``."""
@@ -105,7 +123,7 @@ class StepRewards:
         if self.reward_normalizer is not None and saved is not None:
             self.reward_normalizer.load_state_dict(saved)
         if "kl_coefficient" in state:  # before November 2026 rollouts had none
-            self.kl.coefficient.load_state_dict(state["kl_coefficient"])
+            self.kl.coefficient = float(state["kl_coefficient"]["value"])
 
     def restart_episodes(self) -> None:
         """Note that all episodes begin anew outside a rollout, so that the running sums of returns end."""

@@ -124,14 +124,14 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
         raise UserError(f"hybrid.sharding: {type(method).__name__} cannot divide its policy over ranks. Set hybrid=local.")
     residency = residency_of_playing(config.offload, simulators, generator.caches, generator)
     learners = method.all_learners
-    parameters = [part for learner in learners for part in learner.trained()] if learners else list(policy.parameters())
+    parameters = [part for learner in learners for part in learner.executor.trained()] if learners else list(policy.parameters())
     if "parameters" in config.offload:
         residency.register("parameters", Tensors(lambda: parameters))
     if "gradients" in config.offload:
         residency.register("gradients", Gradients(lambda: parameters))
     if "optimizer" in config.offload:
         # Read again at each turn, because an optimizer that has not stepped has no state yet.
-        moved = [learner.optimizer_tensors for learner in learners if learner.optimizer_tensors() is not None]
+        moved = [learner.executor.optimizer_tensors for learner in learners if learner.executor.optimizer_tensors() is not None]
         if not moved:
             raise UserError(
                 "hybrid.offload=[optimizer]: this learner (for small networks) already keeps its optimizer state on the CPU. Leave it out."

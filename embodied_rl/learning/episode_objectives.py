@@ -119,10 +119,7 @@ class TokenObjective(objectives.Objective["LanguagePolicy", TokenBatch]):
     def __init__(self, policy: LanguagePolicy, config: AlgorithmConfig, precision: objectives.Precision = "float32") -> None:
         super().__init__(policy, config, precision)
         self.loss = objectives.PolicyLoss(config)
-
-    @property
-    def needs_present(self) -> bool:
-        return self.loss.needs_present
+        self.needs_present = self.loss.needs_present
 
     def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, objectives.Numbers]:
         numbers = {"entries": float(self.loss.aggregation.count(rows.mask).clamp(min=1)), "kl_coef": kl_coef}

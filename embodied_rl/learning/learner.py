@@ -25,7 +25,7 @@ from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, for
 from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
-from embodied_rl.learning.rows import AdjustedRows, TokenBatch, adjust_rows
+from embodied_rl.learning.rows import TokenBatch, adjust_rows
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.packing import TokenSequence
 
@@ -110,10 +110,10 @@ class Learner:
             return {"minibatches": 0.0, "learning_rate": rate}
         with compute_threads(self.compute_threads):
             self.executor.begin(self.objective, counted)
-            batch = self._adjusted(counted.num_rows, max(minibatch_rows, 1), seed)
+            indices, weight = self._adjusted(counted.num_rows, max(minibatch_rows, 1), seed)
             for _ in range(config.num_epochs):
-                minibatches = shuffled(generator, batch.num_rows, max(minibatch_rows, 1))
-                chosen = [own for places in minibatches if len(own := batch.indices[places][batch.weight[places] > 0])]
+                minibatches = shuffled(generator, len(indices), max(minibatch_rows, 1))
+                chosen = [own for places in minibatches if len(own := indices[places][weight[places] > 0])]
                 epochs.append([self._step(self.objective, counted, own, rate, kl_coef) for own in chosen])
                 if config.target_kl is not None and np.mean([figures["approx_kl"] for figures in epochs[-1]]) > config.target_kl:
                     break
@@ -122,11 +122,11 @@ class Learner:
         means = {name: float(np.mean([figures[name] for figures in taken])) for name in shown}
         return {**means, **self.objective.summary(rows, len(epochs), len(taken)), "learning_rate": rate}
 
-    def _adjusted(self, num_rows: int, minibatch_rows: int, seed: Sequence[int]) -> AdjustedRows:
-        """Rows of an update: all of them, or adjusted as `algorithm.adjust_batch` says."""
+    def _adjusted(self, num_rows: int, minibatch_rows: int, seed: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of an update and their weights: all of them, or adjusted as `algorithm.adjust_batch` says."""
         config = self.config
         if config.adjust_batch is None:
-            return AdjustedRows(np.arange(num_rows), np.ones(num_rows, np.float32))
+            return np.arange(num_rows), np.ones(num_rows, np.float32)
         divisors = [minibatch_rows, self.executor.num_parts * (config.micro_batch_size or 1)]
         return adjust_rows(num_rows, divisors=divisors, mode=config.adjust_batch, seed=[*seed, _ADJUST])
 
@@ -214,14 +214,6 @@ class Learner:
             return
         self.policy.keep_reference()
         self.has_reference = True
-
-    # ---- for the engine ---------------------------------------------------------------------------------------------
-
-    def trained(self) -> list[Tensor]:
-        return self.executor.trained()
-
-    def optimizer_tensors(self) -> list[Tensor] | None:
-        return self.executor.optimizer_tensors()
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 

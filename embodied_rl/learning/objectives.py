@@ -22,7 +22,7 @@ from torch import Tensor
 from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, masked_mean
 from embodied_rl.algorithms.batch import Batch, Rows
-from embodied_rl.algorithms.composition import method_options, needs_present
+from embodied_rl.algorithms.composition import method_options
 from embodied_rl.algorithms.kl import kl_estimate, kl_loss
 from embodied_rl.algorithms.loss_table import loss_info
 from embodied_rl.algorithms.losses import entropy_bonus, explained_variance, value_loss
@@ -72,10 +72,7 @@ class PolicyLoss:
         self.config, self.info = config, loss_info(config.loss)
         self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
         self._options: dict[str, Any] = method_options(self.info, config.loss_options, config)
-
-    @property
-    def needs_present(self) -> bool:
-        return needs_present(self.info, self.config.correction)
+        self.needs_present = "old_log_prob" in self.info.inputs or config.correction.enabled
 
     def __call__(self, inputs: Mapping[str, Tensor], terms: Terms, numbers: Numbers) -> tuple[Tensor, Metrics]:
         """Return the loss and its metrics.
@@ -145,6 +142,8 @@ class Objective(ABC, Generic[Trained, AnyRows]):
 
     of_rollouts: ClassVar[bool] = False
     """Whether this is PPO's objective on rollouts, which has hand-derived gradients for small networks (`fused`)."""
+    needs_present: bool = False
+    """Whether the loss reads log-probabilities of the policy at the start of the update."""
 
     def __init__(self, policy: Trained, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         """`policy`: gives the layout of decisions; the policy to evaluate comes with each call."""
@@ -154,11 +153,6 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     def what(self) -> str:
         """Name of what is minimised, for messages."""
         return f"{self.config.loss} loss"
-
-    @property
-    def needs_present(self) -> bool:
-        """Whether the loss reads log-probabilities of the policy at the start of the update."""
-        return False
 
     def begin(self, rows: AnyRows, *, kl_coef: float) -> tuple[AnyRows, Numbers]:
         """Prepare a whole minibatch for the evaluation of its parts; return it with its numbers."""
@@ -206,6 +200,7 @@ class ActingObjective(Objective[Policy, AnyRows]):
     def __init__(self, policy: Policy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         super().__init__(policy, config, precision)
         self.loss, layout = PolicyLoss(config), policy.action_layout
+        self.needs_present = self.loss.needs_present
         self._host_steps = unit_steps(layout.num_units, layout.chunk_size, max(policy.spec.action.dim, 1))
         self._steps: dict[torch.device, Tensor] = {}
         self.units = {"chunk": 1, "action": layout.chunk_size, "token": layout.num_units}[config.ratio]
@@ -216,10 +211,6 @@ class ActingObjective(Objective[Policy, AnyRows]):
         if device not in self._steps:
             self._steps[device] = self._host_steps.to(device)
         return self._steps[device]
-
-    @property
-    def needs_present(self) -> bool:
-        return self.loss.needs_present
 
     def evaluate(self, policy: Policy, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
         """Evaluate in the configured precision; the result is float32."""
@@ -269,7 +260,6 @@ class RolloutObjective(ActingObjective[Batch]):
         return loss, metrics
 
     def summary(self, rows: Batch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
-        counted = rows.counted()
-        there = slice(None) if counted.value_mask is None else counted.value_mask
-        explained = explained_variance(value=counted.value[there], returns=counted.returns[there])
+        there = slice(None) if rows.value_mask is None else rows.value_mask
+        explained = explained_variance(value=rows.value[there], returns=rows.returns[there])
         return {"explained_variance": explained, "epochs_done": float(num_epochs)}

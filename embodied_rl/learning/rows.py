@@ -42,9 +42,6 @@ class StoredRows(TensorRows):
         first = self.mapped(lambda tensor: tensor[:1])
         return first.replaced(mask=torch.zeros(1, dtype=torch.bool, device=self.device))
 
-    def counted(self) -> Self:
-        return self if self.mask is None else self.chosen(self.mask.nonzero().squeeze(-1).cpu())
-
 
 @dataclass(frozen=True)
 class StepRows(StoredRows):
@@ -178,9 +175,9 @@ class EpisodeRows(TensorRows):
         nothing = {name: torch.zeros_like(first.inputs[name]) for name in ("mask", "decisions", VALUED) if name in first.inputs}
         return replace(first, inputs={**first.inputs, **nothing})
 
-    def counted(self) -> EpisodeRows:
-        counted = self.inputs["decisions"].any(1)
-        return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
+    @property
+    def counts(self) -> Tensor:
+        return self.inputs["decisions"].any(1)
 
     def staged(self, device: torch.device) -> EpisodeRows:
         """See `Rows.staged`: they stay on the host."""
@@ -252,9 +249,9 @@ class TokenBatch(Rows):
         nothing = torch.zeros_like(first.mask)
         return replace(first, mask=nothing, valued=None if first.valued is None else nothing)
 
-    def counted(self) -> TokenBatch:
-        counted = self.mask.any(1)
-        return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
+    @property
+    def counts(self) -> Tensor:
+        return self.mask.any(1)
 
     def tensors(self) -> dict[str, Tensor]:
         found = {
@@ -299,21 +296,7 @@ leave no row. random_sample: draw the largest multiple of random rows without re
 add copies drawn with replacement. A divisible number of rows stays as it is in every mode."""
 
 
-@dataclass(frozen=True)
-class AdjustedRows:
-    """Rows to train on, and the weight of each."""
-
-    indices: np.ndarray
-    """[n] int64 rows of the batch; kept rows stay in their order, copies come last."""
-    weight: np.ndarray
-    """[n] float32: 1.0, or 0.0 for copies; multiply the loss mask with it."""
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.indices.size)
-
-
-def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, seed: int | Sequence[int]) -> AdjustedRows:
+def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, seed: int | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Choose rows so that their number is a multiple of D, the least common multiple of `divisors` (such as ranks × micro-batch).
 
     With rem = num_rows mod D: ``copy`` adds D − rem copies, ``delete`` drops rem, ``random_sample`` draws num_rows − rem rows without
@@ -323,6 +306,8 @@ def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, see
         divisors: numbers that the number of rows must be divisible by.
         seed: the result depends only on it and the other arguments; pass (run seed, iteration).
 
+    Returns [n] int64 rows of the batch (kept rows stay in their order, copies come last), and [n] float32 weights: 1.0, or 0.0 for copies.
+
     Raises UserError: ``delete`` would leave no row.
     """
     multiple = math.lcm(*divisors)
@@ -330,20 +315,20 @@ def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, see
     rest = num_rows % multiple
     rows = np.arange(num_rows)
     if rest == 0:
-        return AdjustedRows(rows, np.ones(num_rows, np.float32))
+        return rows, np.ones(num_rows, np.float32)
     missing = multiple - rest
     if mode == "random_sample" and num_rows > multiple:
-        return AdjustedRows(rng.permutation(num_rows)[rest:], np.ones(num_rows - rest, np.float32))
+        return rng.permutation(num_rows)[rest:], np.ones(num_rows - rest, np.float32)
     if mode in ("copy", "random_sample") or (mode == "auto" and (missing <= rest or num_rows < multiple)):
         copies = rng.integers(num_rows, size=missing) if mode == "random_sample" else _spread_draw(rng, num_rows, missing)
-        return AdjustedRows(np.concatenate([rows, copies]), np.repeat(np.array([1, 0], np.float32), [num_rows, missing]))
+        return np.concatenate([rows, copies]), np.repeat(np.array([1, 0], np.float32), [num_rows, missing])
     if num_rows < multiple:
         raise UserError(
             f"Deleting rows of a batch of {num_rows} until {multiple} (the least common multiple of {list(divisors)}) divides their number "
             "leaves none: set algorithm.adjust_batch=copy or auto, a larger algorithm.groups.groups_per_step, or a smaller minibatch_size."
         )
     kept = np.sort(rng.permutation(num_rows)[rest:])
-    return AdjustedRows(kept, np.ones(kept.size, np.float32))
+    return kept, np.ones(kept.size, np.float32)
 
 
 def _spread_draw(rng: np.random.Generator, num_rows: int, count: int) -> np.ndarray:

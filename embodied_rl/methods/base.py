@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from embodied_rl.config import SimConfig
 from embodied_rl.learning.executors import TrainedCopy
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.ranks import RankExecutor
+from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, CollectorTimes
-from embodied_rl.types import SimSpec
-
-Played = TypeVar("Played")  # what a method's collector hands over
-Prepared = TypeVar("Prepared")  # what its update learns from
 
 
 @dataclass(frozen=True)
-class Experience(Generic[Played]):
+class Experience:
     """Experience collected for one update."""
 
     num_steps: int
@@ -30,22 +26,11 @@ class Experience(Generic[Played]):
     """(success, return, length) of each episode that ended."""
     observation: TensorObservation
     """{key: [M, ...]} all observations of the policy, for its statistics; empty: the statistics stay unchanged."""
-    data: Played
+    data: Any
+    """What `Method.prepare` takes."""
 
 
-@dataclass(frozen=True)
-class Recordable:
-    """A collector whose episodes may be recorded (`record.share`), and the simulators that they come from."""
-
-    collector: Collector
-    folder: str
-    """Subfolder of the run's episodes; empty: the folder of episodes itself."""
-    num_slots: int
-    spec: SimSpec
-    sim: SimConfig
-
-
-class Method(Generic[Played, Prepared]):
+class Method:
     """Collects experience and learns from it; one iteration is `collect`, `prepare`, `update`."""
 
     collector: Collector = NOT_PLAYED
@@ -86,15 +71,15 @@ class Method(Generic[Played, Prepared]):
         """Times of the last `collect`."""
         return self.collector.times
 
-    def collect(self, iteration: int) -> Experience[Played]:
+    def collect(self, iteration: int) -> Experience:
         """Play with the weights that were published as version `iteration`. Raises SimFault (see EnvManager)."""
         raise NotImplementedError
 
-    def prepare(self, experience: Experience[Played]) -> Prepared:
+    def prepare(self, experience: Experience) -> Any:
         """Turn rewards into advantages; no parameter changes."""
         raise NotImplementedError
 
-    def update(self, prepared: Prepared, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
         """Train and return metrics. Raises NonFiniteLossError."""
         raise NotImplementedError
 
@@ -124,9 +109,9 @@ class Method(Generic[Played, Prepared]):
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> Sequence[Recordable]:
-        """Collectors whose episodes can be recorded; by default the only one, in simulators as the arguments say."""
-        return (Recordable(self.collector, "", num_slots, spec, sim),) if self.collector.plays else ()
+    def recordable(self) -> Sequence[Stream]:
+        """Streams of this process whose episodes can be recorded (`record.share`)."""
+        return ()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Tensors that a resume needs beside the policy's own: the learner's state, and data that only this run has."""

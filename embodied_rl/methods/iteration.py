@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.learner import Learner
 from embodied_rl.methods.acting import finished_in
-from embodied_rl.methods.base import Experience, Method, Recordable
+from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.starts import Starts
 from embodied_rl.methods.stored import StoredLearner
@@ -24,10 +24,10 @@ from embodied_rl.rollout.collector import PATIENCE_S, Collector
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.queue_pump import age_figures
-from embodied_rl.types import Episode, EpisodeGroup, Rollout, SimSpec
+from embodied_rl.types import Episode, EpisodeGroup, Rollout
 
 
-class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
+class StreamsMethod(Method):
     """Every policy learns from its own streams, each in its own mode: from groups of whole episodes, from a rollout that one update
     consumes, or from stored steps, recorded or played.
 
@@ -97,13 +97,13 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         for learner in self.learners.values():
             learner.begin(version)
 
-    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
-        """See `Method.recordable`: one per domain."""
+    def recordable(self) -> list[Stream]:
+        """See `Method.recordable`: every domain as the run's own policy plays it."""
         return recordable_streams(self.streams)
 
     # ---- an iteration -----------------------------------------------------------------------------------------------
 
-    def collect(self, iteration: int) -> Experience[dict[str, Any]]:
+    def collect(self, iteration: int) -> Experience:
         self._draw(iteration)
         self._figures = {}
         rollouts = self._next_rollouts(iteration)
@@ -165,7 +165,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
             given |= {} if own.finished else {name: max(1, round(each * own.weight))}
         return given
 
-    def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
+    def prepare(self, experience: Experience) -> dict[str, Any]:
         given = {name: own if name in self._reading else self.learners[name].prepare(own) for name, own in experience.data.items()}
         return {name: own for name, own in given.items() if not self.learners[name].finished}
 

@@ -8,7 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,23 +74,6 @@ def read_language_policy(config: TrainConfig, folder: Path, *, base: Path | None
     if not (folder / "config.json").is_file():
         raise IncompatibleCheckpointError(f"A checkpoint is incomplete: {folder / 'config.json'} is missing.")
     return build_language_policy(dataclasses.replace(language, model=str(folder)), weights=False)
-
-
-class Speaking(Protocol):
-    """The parts of a language policy that an agent needs, without weights."""
-
-    @property
-    def config(self) -> LanguageConfig: ...
-
-    @property
-    def tokenizer(self) -> ChatTokenizer: ...
-
-    @property
-    def hf_config(self) -> Any:
-        """transformers' configuration of the whole model."""
-
-    @property
-    def vision(self) -> VisionInputs | None: ...
 
 
 def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
@@ -212,12 +195,16 @@ ModelFiles = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class ModelReader:
-    """A language policy without weights. Implements `Speaking`."""
+    """A language policy without weights."""
 
     config: LanguageConfig
     tokenizer: ChatTokenizer
     hf_config: Any
     vision: VisionInputs | None
+
+
+Speaking = LanguagePolicy | ModelReader
+"""What an agent speaks through."""
 
 
 def model_files(policy: LanguagePolicy) -> dict[str, np.ndarray]:

@@ -116,8 +116,8 @@ class PlayingLearner(PolicyLearner, Generic[Valued]):
 
     def learn(self, rows: Rows, minibatch_rows: int, iteration: int, progress: float, num_samples: int) -> dict[str, float]:
         """Run the update on these rows; return its metrics. `num_samples`: number of decisions that the KL term was measured on."""
-        coefficient, seed = self.kl.coefficient.value, [self.config.seed, iteration]
-        stats = self.learner.update(rows, minibatch_rows=minibatch_rows, progress=progress, seed=seed, kl_coef=coefficient)
+        given = {"progress": progress, "kl_coef": self.kl.coefficient}
+        stats = self.learner.update(rows, minibatch_rows=minibatch_rows, seed=[self.config.seed, iteration], **given)
         return {**stats, **self.kl.measured(stats, num_samples)}
 
     def begin(self, version: int) -> None:

@@ -135,9 +135,6 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
     def go_on(self) -> None:
         """Continue after `finished`, because there is more to learn."""
 
-    def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
-        raise NotImplementedError
-
     def metrics(self) -> dict[str, float]:
         figures: dict[str, float] = {}
         for domain, steps in self.steps.items():

@@ -23,7 +23,6 @@ from embodied_rl.config.policy import draws_tokens
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
-from embodied_rl.methods.base import Recordable
 from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, RolloutCollector
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
@@ -277,10 +276,9 @@ def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Colle
     return DomainRollouts(rollouts, groups) if rollouts else groups
 
 
-def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
-    """Collectors of a run's streams that can be recorded (`record.share`): every domain as the run's own policy plays it."""
-    own = [stream for stream in streams if stream.is_own and stream.collector.plays]
-    return [Recordable(one.collector, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
+def recordable_streams(streams: Sequence[Stream]) -> list[Stream]:
+    """Streams of a run that can be recorded (`record.share`): every domain as the run's own policy plays it."""
+    return [stream for stream in streams if stream.is_own and stream.collector.plays]
 
 
 def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WHOLE) -> GroupQueue:
@@ -318,21 +316,23 @@ def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, fl
     return {"episodes": float(len(finished)), **{name: float(np.mean(column)) for name, column in columns}}
 
 
-def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_dir: Path, command: str) -> list[TrainingRecorder]:
-    """Record a share of the training episodes in ``<run_dir>/episodes``, or in each collector's folder there.
+def start_recorders(
+    config: TrainConfig, recordable: Sequence[Stream], run_dir: Path, command: str, worker: str = ""
+) -> list[TrainingRecorder]:
+    """Record a share of the training episodes in ``<run_dir>/episodes``, or in each domain's folder there, with a subfolder `worker`.
     Raises RecordingError: see `TrainingRecorder`."""
     who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
     recorders = []
     for one in recordable:
         layout = one.collector.layout
         units = {} if layout is None or layout == ActionLayout.of(one.spec.action) else layout.about_units()
-        info = RecordingInfo(one.spec, dataclasses.asdict(one.sim), who | units, command, versions()).signed()
+        info = RecordingInfo(one.spec, dataclasses.asdict(one.config.sim), who | units, command, versions()).signed()
         recorder = TrainingRecorder(
-            run_dir / FOLDER / one.folder,
+            run_dir / FOLDER / one.domain / worker,
             info,
             config.record,
             seeds=one.collector.seeds,
-            num_slots=one.num_slots,
+            num_slots=one.manager.num_slots,
             keeps_running=config.checkpoint.within_episodes,
         )
         one.collector.recorder = recorder

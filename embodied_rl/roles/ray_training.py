@@ -136,7 +136,7 @@ _OF_METHODS: dict[str, Callable[..., object]] = {
 """Methods of the learning half that may be called by name."""
 
 
-class TrainedApart(Method[Any, Experience]):
+class TrainedApart(Method):
     """A method whose learning half is a `TrainWorker`. Also the engine's `TrainedCopy`.
     Raises RoleLost when the worker has ended: its weights are gone, and the run restarts from its last checkpoint."""
 

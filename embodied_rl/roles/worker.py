@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -321,10 +321,8 @@ class RolloutWorker:
     def record(self, run_dir: str, command: str) -> None:
         """Record a share of the episodes from now on, each worker into its own folder. Call once, after `take_models`.
         Raises UserError: see `start_recorders`."""
-        recordable, share = recordable_streams(self.streams), self._share
-        if share.count > 1:
-            recordable = [replace(one, folder=str(Path(one.folder, f"worker_{share.index}"))) for one in recordable]
-        self.recorders = start_recorders(self.config, recordable, Path(run_dir), command)
+        own = f"worker_{self._share.index}" if self._share.count > 1 else ""
+        self.recorders = start_recorders(self.config, recordable_streams(self.streams), Path(run_dir), command, own)
 
     def load(self, version: int, tensors: Weights) -> None:
         """Accept weights as `version`; they act as soon as nothing is left to play with older ones. The last batch then counts as trained

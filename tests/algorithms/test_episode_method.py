@@ -143,7 +143,7 @@ def test_what_is_measured_of_a_batch_leaves_out_greedy_episodes() -> None:
     zeros, divergence = EpisodeValues(torch.zeros(batch.shape), torch.zeros(3)), torch.tensor([[10.0, 0], [2, 4], [3, 0]])
     found = method.prepare(batch, zeros, divergence)
     assert found.metrics == pytest.approx({"kl": 3.0, "kl_penalty": 1.5})
-    assert method.kl.coefficient.value == pytest.approx(0.5 * (1 + 0.2 * 3 / 10))
+    assert method.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 3 / 10))
     assert found.advantage.tolist() == [[0, 0], [6, 6], [2.5, 0]]
     method = EpisodeMethod(replace(CONFIG, advantage="remax", kl=kl, normalize_reward=True))
     method.prepare(batch, zeros, divergence)
@@ -203,12 +203,12 @@ def test_rewards_are_clipped_penalised_and_normalised_in_this_order() -> None:
 def test_running_moments_and_the_coefficient_survive_a_resume() -> None:
     config = replace(CONFIG, advantage="reinforce", reward=RewardConfig(std="running"), kl=KlConfig(coef=0.1, target=0.01))
     _, _, method = credit(config, *GROUPS)
-    method.kl.coefficient.update(1.0, 100)
+    method.kl.update(1.0, 100)
     other = EpisodeMethod(config)
     other.load_state_dict(method.state_dict())
     # Returns 6, 4, 5, 7: mean 5.5, biased variance 1.25. Coefficient: 0.1 · (1 + 0.2 · 100 / 10000).
     assert (other.moments.mean, other.moments.var, other.moments.count) == (5.5, 1.25, 4)
-    assert other.kl.coefficient.value == pytest.approx(0.1002)
+    assert other.kl.coefficient == pytest.approx(0.1002)
 
 
 def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:

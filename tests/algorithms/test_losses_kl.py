@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate, kl_loss
+from embodied_rl.algorithms.kl import kl_estimate, kl_loss
+from embodied_rl.algorithms.step_rewards import KlTerm
+from embodied_rl.config import KlConfig
 
 
 def double(*values: object) -> torch.Tensor:
@@ -117,7 +119,7 @@ def test_one_far_token_does_not_take_over() -> None:
 
 
 def test_adaptive_coefficient_by_hand() -> None:
-    coefficient = KlCoefficient(0.2, target=6.0, horizon=10_000)
+    coefficient = KlTerm(KlConfig(0.2, target=6.0, horizon=10_000))
     # 9 / 6 - 1 = 0.5 is clipped to 0.2: factor 1 + 0.2 · 512 / 10000 = 1.01024.
     assert coefficient.update(9.0, 512) == pytest.approx(0.2 * 1.01024)
     # 5.4 / 6 - 1 = -0.1: factor 1 - 0.1 · 1000 / 10000 = 0.99.
@@ -126,7 +128,7 @@ def test_adaptive_coefficient_by_hand() -> None:
 
 
 def test_an_update_of_any_size_moves_the_coefficient_by_a_fifth_at_most() -> None:
-    coefficient = KlCoefficient(0.1, target=1.0, horizon=10_000)
+    coefficient = KlTerm(KlConfig(0.1, target=1.0, horizon=10_000))
     assert coefficient.update(0.0, 60_000) == pytest.approx(0.08)
     assert coefficient.update(math.inf, 10**12) == pytest.approx(0.096)
     # A divergence that is not known changes nothing.
@@ -134,22 +136,22 @@ def test_an_update_of_any_size_moves_the_coefficient_by_a_fifth_at_most() -> Non
     # It falls for as long as the divergence is below its target, and rises again.
     for _ in range(50):
         coefficient.update(0.0, 60_000)
-    assert 0 < coefficient.value < 1e-5
-    assert coefficient.update(9.0, 60_000) > coefficient.value / 1.21
+    assert 0 < coefficient.coefficient < 1e-5
+    assert coefficient.update(9.0, 60_000) > coefficient.coefficient / 1.21
 
 
 def test_adaptive_coefficient_finds_the_target() -> None:
     # A policy whose divergence falls as the coefficient grows: KL = 1 / beta. The target 4 is met at beta = 0.25.
-    coefficient = KlCoefficient(3.0, target=4.0, horizon=1000)
+    coefficient = KlTerm(KlConfig(3.0, target=4.0, horizon=1000))
     for _ in range(400):
-        coefficient.update(1.0 / coefficient.value, 200)
-    assert coefficient.value == pytest.approx(0.25, rel=1e-3)
+        coefficient.update(1.0 / coefficient.coefficient, 200)
+    assert coefficient.coefficient == pytest.approx(0.25, rel=1e-3)
 
 
 def test_coefficients_survive_json() -> None:
-    first = KlCoefficient(0.3, target=0.1, horizon=100)
+    first = KlTerm(KlConfig(0.3, target=0.1, horizon=100))
     first.update(0.07, 7)
-    second = KlCoefficient(0.9, target=0.1, horizon=100)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.value == first.value
-    assert KlCoefficient(0.05).update(100.0, 10**9) == 0.05, "without a target it stays"
+    second = KlTerm(KlConfig(0.9, target=0.1, horizon=100))
+    second.coefficient = json.loads(json.dumps(first.coefficient))
+    assert second.coefficient == first.coefficient
+    assert KlTerm(KlConfig(0.05)).update(100.0, 10**9) == 0.05, "without a target it stays"

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
+from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.rewards import clip_reward, kl_in_reward, penalize_overlong
+from embodied_rl.algorithms.step_rewards import KlTerm
+from embodied_rl.config import KlConfig
 
 NAN = float("nan")
 
@@ -64,12 +66,12 @@ def test_kl_in_reward_keeps_a_bandit_near_its_reference() -> None:
 
 
 def test_adaptive_coefficient_steers_the_penalty() -> None:
-    coefficient = KlCoefficient(0.1, target=0.01, horizon=10)
+    coefficient = KlTerm(KlConfig(0.1, target=0.01, horizon=10))
     log_prob, reference = torch.full((4,), math.log(0.9)), torch.full((4,), math.log(0.5))
     kl = log_prob - reference
-    before, metrics = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.value)
+    before, metrics = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.coefficient)
     # log 1.8 = 0.588 is far above the target: 1 + 0.2 · 4 / 10 = 1.08.
     coefficient.update(metrics["kl"].item(), 4)
-    after, _ = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.value)
+    after, _ = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.coefficient)
     torch.testing.assert_close(after, 1.08 * before)
     assert before[0].item() == pytest.approx(-0.1 * math.log(1.8), rel=1e-6)

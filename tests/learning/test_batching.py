@@ -15,40 +15,40 @@ from tests.learning.samples import CONFIG, make_batch, make_policy, rollout_lear
 
 def test_by_hand() -> None:
     # lcm(4, 6) = 12. 20 rows: rem 8, so copy adds 4 (24 rows), delete drops 8 (12 rows), auto takes the nearer: copy.
-    assert adjust_rows(20, divisors=[4, 6], mode="copy", seed=0).num_rows == 24
-    assert adjust_rows(20, divisors=[4, 6], mode="delete", seed=0).num_rows == 12
-    assert adjust_rows(20, divisors=[4, 6], mode="auto", seed=0).num_rows == 24
+    assert len(adjust_rows(20, divisors=[4, 6], mode="copy", seed=0)[0]) == 24
+    assert len(adjust_rows(20, divisors=[4, 6], mode="delete", seed=0)[0]) == 12
+    assert len(adjust_rows(20, divisors=[4, 6], mode="auto", seed=0)[0]) == 24
     # 15 rows: rem 3; delete is nearer. 18 rows: both 6 away, and a copy loses nothing. 3 rows: deleting would leave none.
-    assert adjust_rows(15, divisors=[4, 6], mode="auto", seed=0).num_rows == 12
-    assert adjust_rows(18, divisors=[4, 6], mode="auto", seed=0).num_rows == 24
-    assert adjust_rows(3, divisors=[4, 6], mode="auto", seed=0).num_rows == 12
+    assert len(adjust_rows(15, divisors=[4, 6], mode="auto", seed=0)[0]) == 12
+    assert len(adjust_rows(18, divisors=[4, 6], mode="auto", seed=0)[0]) == 24
+    assert len(adjust_rows(3, divisors=[4, 6], mode="auto", seed=0)[0]) == 12
     # 29 rows: the largest multiple is 24. 5 rows: all of them, and 7 copies.
-    assert adjust_rows(29, divisors=[4, 6], mode="random_sample", seed=0).num_rows == 24
-    filled = adjust_rows(5, divisors=[4, 6], mode="random_sample", seed=0)
-    assert set(filled.indices.tolist()) == set(range(5))
-    assert filled.weight.tolist() == [1.0] * 5 + [0.0] * 7
+    assert len(adjust_rows(29, divisors=[4, 6], mode="random_sample", seed=0)[0]) == 24
+    filled, weight = adjust_rows(5, divisors=[4, 6], mode="random_sample", seed=0)
+    assert set(filled.tolist()) == set(range(5))
+    assert weight.tolist() == [1.0] * 5 + [0.0] * 7
 
 
 @given(num_rows=st.integers(1, 60), divisors=st.lists(st.integers(1, 8), max_size=3), seed=st.integers(0, 2**31))
 def test_copies_change_no_weighted_sum(num_rows: int, divisors: list[int], seed: int) -> None:
     multiple = int(np.lcm.reduce(divisors)) if divisors else 1
     gradient = np.random.default_rng(seed).normal(size=(num_rows, 3))
-    adjusted = adjust_rows(num_rows, divisors=divisors, mode="copy", seed=seed)
-    assert adjusted.num_rows % multiple == 0
-    assert adjusted.num_rows - num_rows < multiple
-    np.testing.assert_allclose((gradient[adjusted.indices] * adjusted.weight[:, None]).sum(0), gradient.sum(0), atol=1e-12)
-    times = np.bincount(adjusted.indices, minlength=num_rows)
+    adjusted, weight = adjust_rows(num_rows, divisors=divisors, mode="copy", seed=seed)
+    assert len(adjusted) % multiple == 0
+    assert len(adjusted) - num_rows < multiple
+    np.testing.assert_allclose((gradient[adjusted] * weight[:, None]).sum(0), gradient.sum(0), atol=1e-12)
+    times = np.bincount(adjusted, minlength=num_rows)
     assert times.max() - times.min() <= 1, "the copies are spread as evenly as can be"
 
 
 @given(num_rows=st.integers(12, 60), seed=st.integers(0, 2**31))
 def test_deleting_keeps_distinct_rows_in_order(num_rows: int, seed: int) -> None:
-    adjusted = adjust_rows(num_rows, divisors=[12], mode="delete", seed=seed)
-    assert adjusted.num_rows == num_rows // 12 * 12
-    assert (np.diff(adjusted.indices) > 0).all()
-    assert adjusted.indices.min() >= 0
-    assert adjusted.indices.max() < num_rows
-    assert (adjusted.weight == 1).all()
+    adjusted, weight = adjust_rows(num_rows, divisors=[12], mode="delete", seed=seed)
+    assert len(adjusted) == num_rows // 12 * 12
+    assert (np.diff(adjusted) > 0).all()
+    assert adjusted.min() >= 0
+    assert adjusted.max() < num_rows
+    assert (weight == 1).all()
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("delete", 4 / 6), ("random_sample", 4 / 6)])
@@ -57,19 +57,19 @@ def test_every_row_is_equally_likely(mode: str, expected: float) -> None:
     # that mean is sqrt(2/9 / 4000) = 0.0075.
     times = np.zeros(6)
     for seed in range(4000):
-        drawn = np.bincount(adjust_rows(6, divisors=[4], mode=mode, seed=seed).indices, minlength=6)  # type: ignore[arg-type]
+        drawn = np.bincount(adjust_rows(6, divisors=[4], mode=mode, seed=seed)[0], minlength=6)  # type: ignore[arg-type]
         assert drawn.max() == 1, "without replacement"
         times += drawn
     np.testing.assert_allclose(times / 4000, expected, atol=0.04)
 
 
 def test_the_seed_decides() -> None:
-    first = adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1])
-    assert adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1]).indices.tolist() == first.indices.tolist()
-    assert any(adjust_rows(10, divisors=[8], mode="copy", seed=[3, i]).indices.tolist() != first.indices.tolist() for i in range(2, 5))
+    first, _ = adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1])
+    assert adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1])[0].tolist() == first.tolist()
+    assert any(adjust_rows(10, divisors=[8], mode="copy", seed=[3, i])[0].tolist() != first.tolist() for i in range(2, 5))
     for mode in ("copy", "delete", "auto", "random_sample"):
-        whole = adjust_rows(16, divisors=[8], mode=mode, seed=0)
-        assert whole.indices.tolist() == list(range(16)), "nothing to adjust"
+        whole, _ = adjust_rows(16, divisors=[8], mode=mode, seed=0)
+        assert whole.tolist() == list(range(16)), "nothing to adjust"
 
 
 def test_what_cannot_be_is_refused() -> None:

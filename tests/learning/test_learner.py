@@ -169,23 +169,6 @@ def test_target_kl_stops(allow_fused: bool) -> None:
 
 
 @pytest.mark.parametrize("allow_fused", [True, False])
-def test_masked_rows_do_not_count(allow_fused: bool) -> None:
-    policy, reference = make_policy(), make_policy()
-    batch = make_batch(policy)
-    mask = torch.arange(300) % 3 != 1
-    poisoned = replace(batch, mask=mask, advantage=torch.where(mask, batch.advantage, torch.nan))
-    kept = replace(
-        batch,
-        **{name: getattr(batch, name)[mask] for name in ("action", "log_prob", "advantage", "returns", "value")},
-        observation={key: part[mask] for key, part in batch.observation.items()},
-    )
-    first = update_on(rollout_learner(policy, CONFIG, allow_fused=allow_fused), poisoned, 0, 1, 0)
-    second = update_on(rollout_learner(reference, CONFIG, allow_fused=allow_fused), kept, 0, 1, 0)
-    assert first == second
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), reference.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("allow_fused", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_values_are_those_of_the_policy(allow_fused: bool, normalize: bool) -> None:
     policy = make_policy(normalize_observation=normalize)
