@@ -67,8 +67,16 @@ class Aggregation:
         """The aggregate of `x` [B, L] or [B], a scalar; a `denominator` of None is the count of this mask (at least 1)."""
         if self.mode == "token-mean":
             return masked_mean(x, mask, denominator)
-        total = self._row_values(x, mask).sum()
-        return total / self._denominator(x, mask, denominator)
+        if x.dim() == 1:
+            x, mask = x[:, None], None if mask is None else mask[:, None]
+        rows = (x if mask is None else torch.where(mask, x, torch.zeros_like(x))).sum(-1)
+        if self.mode == "seq-mean-token-mean":
+            rows = rows / (x.shape[1] if mask is None else mask.sum(-1).clamp(min=1).to(rows.dtype))
+        elif self.horizon is not None:
+            rows = rows / self.horizon
+        if denominator is None:
+            denominator = float(max(x.shape[0], 1)) if mask is None else self.count(mask).clamp(min=1)
+        return rows.sum() / denominator
 
     def mean(self, x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
         """Like `reduce`, but always a mean, for metrics such as a share of clipped entries.
@@ -79,20 +87,6 @@ class Aggregation:
         if self.mode in ("token-mean", "seq-mean-token-mean"):
             return self.reduce(x, mask, denominator)
         return Aggregation("seq-mean-token-mean").reduce(x, mask, denominator)
-
-    def _row_values(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        rows = row_sum(x, mask)
-        if self.mode == "seq-mean-token-mean":
-            return rows / _row_lengths(x, mask).clamp(min=1).to(rows.dtype)
-        if self.mode == "seq-mean-token-sum-norm":
-            assert self.horizon is not None, "checked when it was made"
-            return rows / self.horizon
-        return rows
-
-    def _denominator(self, x: Tensor, mask: Tensor | None, denominator: float | Tensor | None) -> float | Tensor:
-        if denominator is not None:
-            return denominator
-        return float(max(x.shape[0], 1)) if mask is None else self.count(mask).clamp(min=1)
 
 
 TOKEN_MEAN = Aggregation("token-mean")
@@ -106,18 +100,6 @@ def masked_mean(x: Tensor, mask: Tensor | None = None, denominator: float | Tens
     # `where` instead of multiplication, because NaN * 0 is NaN.
     total = torch.where(mask, x, torch.zeros_like(x)).sum()
     return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
-
-
-def row_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[B, L] → [B]: sum of each row's entries in the mask, such as the log-probability of a whole action; [B] stays, masked."""
-    visible = x if mask is None else torch.where(mask, x, torch.zeros_like(x))
-    return visible if x.dim() == 1 else visible.sum(-1)
-
-
-def _row_lengths(x: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return torch.full((x.shape[0],), 1 if x.dim() == 1 else x.shape[-1], device=x.device)
-    return mask.long() if mask.dim() == 1 else mask.sum(-1)
 
 
 def visible_entries(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:

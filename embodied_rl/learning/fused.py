@@ -515,11 +515,9 @@ class FusedCritics(Fused):
 
 
 def _activate(activation: str, x: np.ndarray, scratch: np.ndarray) -> None:
-    """Apply the activation in place."""
+    """Apply tanh or ELU in place."""
     if activation == "tanh":
         np.tanh(x, out=x)
-    elif activation == "relu":
-        np.maximum(x, 0.0, out=x)
     else:
         np.minimum(x, 0.0, out=scratch)
         np.expm1(scratch, out=scratch)
@@ -528,12 +526,10 @@ def _activate(activation: str, x: np.ndarray, scratch: np.ndarray) -> None:
 
 
 def _slope(activation: str, activated: np.ndarray, out: np.ndarray) -> None:
-    """Derivative of the activation, computed from its result."""
+    """Derivative of tanh or ELU, computed from its result."""
     if activation == "tanh":
         np.multiply(activated, activated, out=out)
         np.subtract(1.0, out, out=out)
-    elif activation == "relu":
-        np.greater(activated, 0.0, out=out)
     else:
         # ELU: 1 above 0, exp(x) = result + 1 below.
         np.minimum(activated, 0.0, out=out)

@@ -37,53 +37,56 @@ class RankLink(Protocol):
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]: ...
 
 
-class RankHost(Protocol):
+class RankHost:
     """Holds the ranks 1, 2, … of one `RankExecutor`, and possibly rank 0 too; each of them is a `train_worker.RankServer`."""
 
-    @property
-    def first(self) -> RankLink | None:
-        """Link to rank 0; None: rank 0 is in the process of the `RankExecutor`."""
-
-    @property
-    def links(self) -> list[RankLink]:
-        """Links to rank 1, 2, …"""
+    first: RankLink | None = None
+    """Link to rank 0; None: rank 0 is in the process of the `RankExecutor`."""
+    links: Sequence[RankLink] = ()
+    """Links to rank 1, 2, …"""
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """Start the ranks. Raises UserError if there are too few devices."""
+        raise NotImplementedError
 
     def take_model(self, files: Mapping[str, np.ndarray]) -> None:
         """Take the files that a language policy is built from, for ranks on other machines; called before the policy is sharded."""
-        ...
 
     def device_type(self, own: torch.device) -> str:
         """Device type of the ranks, cpu or cuda; `own`: the device given to the `RankExecutor`."""
+        return own.type
 
     def device_index(self, rank: int) -> int:
         """Index of a rank's own GPU among those that its process sees."""
+        return rank
 
     def meeting(self, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
         """(address for the others' `open_store`, rank 0's own store). The caller keeps the store as long as the ranks, because NCCL's ranks
         use it once more before their first exchange."""
+        raise NotImplementedError
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send the same message to every rank."""
+        """Send the same message to every rank beside the first."""
+        for link in self.links:
+            link.send(message, tensors)
 
     def ended(self, patience_s: float) -> Exception | None:
         """Exception to raise for a rank that has ended, or ends within the time; None: all ranks run."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release the ranks; end those that do not end by themselves. May be called twice."""
 
 
-class LocalRanks:
-    """Processes on this machine. Implements `RankHost`."""
+class LocalRanks(RankHost):
+    """Processes on this machine."""
 
-    first: RankLink | None = None
+    links: list[Link]
 
     def __init__(self, gpus: Sequence[int] = ()) -> None:
         """`gpus`: GPU of each rank, the first included; empty: the first GPUs."""
         self._gpus = gpus
-        self.links: list[RankLink] = []
+        self.links = []
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, num_ranks: int, device: torch.device) -> None:
@@ -98,12 +101,6 @@ class LocalRanks:
                 self.processes.append(start_module("embodied_rl.learning.train_worker", theirs.fileno(), pass_fds=(theirs.fileno(),)))
             self.links.append(Link(ours, begins=True))
 
-    def take_model(self, files: Mapping[str, np.ndarray]) -> None:
-        """See `RankHost.take_model`: the files are already on this machine."""
-
-    def device_type(self, own: torch.device) -> str:
-        return own.type
-
     def device_index(self, rank: int) -> int:
         """See `RankHost.device_index`: all ranks see all GPUs."""
         return self._gpus[rank] if self._gpus else rank
@@ -111,10 +108,6 @@ class LocalRanks:
     def meeting(self, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
         """See `RankHost.meeting`. No file, which a killed process would leave behind."""
         return listening_store(LOOPBACK, num_ranks, timeout_s)
-
-    def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        for link in self.links:
-            link.send(message, tensors)
 
     def ended(self, patience_s: float) -> Exception | None:
         """See `RankHost.ended`: a connection closes a little before its process has ended."""
@@ -128,7 +121,7 @@ class LocalRanks:
 
     def close(self) -> None:
         for link in self.links:
-            link.close()  # type: ignore[attr-defined]
+            link.close()
         for process in self.processes:
             end_process(process, _END_S)
 

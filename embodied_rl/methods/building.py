@@ -34,7 +34,6 @@ from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner
 from embodied_rl.methods.starts import Starts, give_starts
-from embodied_rl.methods.stored import StoredLearner
 from embodied_rl.methods.streams import Stream, StreamGenerators, make_collector, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
@@ -330,59 +329,57 @@ def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> 
 # ---- learning -----------------------------------------------------------------------------------------------------------
 
 
-def build_here(
-    config: TrainConfig,
-    streams: Sequence[Stream],
-    run_dir: Path,
-    checkpoint: Path | None,
-    base: Path | None,
-    ranks: RankHost | None = None,
-) -> RunComponents:
-    """Build a run wholly in this process.
-
-    Args:
-        checkpoint: folder of the checkpoint that the run continues from.
-        base: folder of the model that its adapter belongs to.
-
-    Raises:
-        UserError: as the makers of policies, learners and backends do.
-    """
-    give_starts(streams)
-    policies, languages = _policies(streams, run_dir, checkpoint, base)
-    for language in languages.values():  # now, because a token backend samples where its policy is when the backend is made
-        language.to(training_device(config.hybrid, language, 0, None if ranks is None else ranks.device_index(0)))
-    queue, first = make_queue(config, streams) if config.algorithm.groups is not None else None, streams[0]
-    with torch.random.fork_rng(devices=[]):  # so that learning starts from the same weights if another process plays
-        playing = let_play(streams, ActingHere(policies, languages, run_dir), queue, run_dir)
-    # A run's only stream keeps its own generator, which knows its backend.
-    generator = _all_generators(streams, languages, playing) if first.domain else first.generator
-    assert generator is not None, "all streams play here"
-    return _learning(config, streams, policies, languages, run_dir, generator, queue, ranks)
-
-
-def build_elsewhere(
+def build_run(
     config: TrainConfig,
     streams: Sequence[Stream],
     run_dir: Path,
     checkpoint: Path | None = None,
     base: Path | None = None,
+    *,
+    here: bool = False,
     generator: Generator | None = None,
     languages: Mapping[str, LanguagePolicy] = MappingProxyType({}),
     ranks: RankHost | None = None,
     starts: Starts | None = None,
 ) -> RunComponents:
-    """Build what learns from streams that another process plays; the connection to it sets the method's `collector`.
+    """Build what learns from streams, and with `here` what plays them; otherwise another process plays, and the connection to it sets the
+    method's `collector`.
 
     Args:
-        generator: publishes to that process; None: another process runs warm starts and publishes.
+        checkpoint: folder of the checkpoint that the run continues from.
+        base: folder of the model that its adapter belongs to.
+        generator: publishes to the process that plays; None: another process runs warm starts and publishes.
         languages: language policies that are already built.
         starts: start libraries of the streams' episodes, which the rollout worker has too.
 
     Raises:
-        UserError: as the makers of policies and learners do.
+        UserError: as the makers of policies, learners and backends do.
     """
+    if here:
+        give_starts(streams)
     policies, speaking = _policies(streams, run_dir, checkpoint, base, languages)
-    return _learning(config, streams, policies, speaking, run_dir, generator, None, ranks, starts)
+    queue = None
+    if here:
+        for language in speaking.values():  # now, because a token backend samples where its policy is when the backend is made
+            language.to(training_device(config.hybrid, language, 0, None if ranks is None else ranks.device_index(0)))
+        queue = make_queue(config, streams) if config.algorithm.groups is not None else None
+        with torch.random.fork_rng(devices=[]):  # so that learning starts from the same weights if another process plays
+            playing = let_play(streams, ActingHere(policies, speaking, run_dir), queue, run_dir)
+        # A run's only stream keeps its own generator, which knows its backend.
+        generator = _all_generators(streams, speaking, playing) if streams[0].domain else streams[0].generator
+        assert generator is not None, "all streams play here"
+    divided = max(policies, key=lambda name: (name in speaking, sum(part.numel() for part in policies[name].parameters())))
+    learners = {
+        name: _learner(config, streams, policy, name, run_dir, generator, ranks, divided=divided) for name, policy in policies.items()
+    }
+    of = {stream.domain: stream.policy for stream in streams}
+    trained = RunPolicies(policies, speaking, of) if streams[0].domain else policies[""]
+    method = StreamsMethod(config, streams, learners, run_dir, queue, divided=divided)
+    acting = [stream.generator for stream in streams if stream.generator is not None and not stream.plays_groups]
+    method.play_by(make_collector(streams, queue), acting)
+    if starts is not None:
+        method.starts = starts
+    return RunComponents(trained, generator or Generator(), method, speaking)
 
 
 def _all_generators(streams: Sequence[Stream], languages: Mapping[str, LanguagePolicy], playing: Playing) -> Generator:
@@ -397,50 +394,38 @@ def _all_generators(streams: Sequence[Stream], languages: Mapping[str, LanguageP
     return StreamGenerators(publish, playing.close, tuple(playing.backends.values()))
 
 
-def _learning(
+def _learner(
     config: TrainConfig,
     streams: Sequence[Stream],
-    policies: Mapping[str, Any],
-    languages: Mapping[str, LanguagePolicy],
+    policy: Any,
+    name: str,
     run_dir: Path,
     generator: Generator | None,
-    queue: GroupQueue | None,
-    ranks: RankHost | None = None,
-    starts: Starts | None = None,
-) -> RunComponents:
-    learners: dict[str, PolicyLearner] = {}
-    stored: dict[str, StoredLearner[Any]] = {}
-    divided = max(policies, key=lambda name: (name in languages, sum(part.numel() for part in policies[name].parameters())))
-    for name, policy in policies.items():
-        own = [stream for stream in streams if stream.is_own and stream.policy == name]
-        configs = {stream.domain: stream.config for stream in own}
-        # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
-        of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
-        of_update = of_update if name == divided else _whole(of_update)
-        if name not in languages:
-            if of_update.algorithm.on_policy:
-                learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
-                learners[name] = learn(of_update, configs, policy, ranks)
-            else:
-                keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
-                stored[name] = learners[name] = keep(of_update, own, policy, run_dir, ranks)
-            continue
-        sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
-        if ranks is not None and name == divided:
-            ranks.take_model(model_files(languages[name]))
-        learner = learners[name] = TokenLearner(of_update, configs, languages[name], sampling, ranks)
-        if generator is not None:
-            learner.generator = generator
-            wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
-            learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
-    of = {stream.domain: stream.policy for stream in streams}
-    trained = RunPolicies(policies, languages, of) if streams[0].domain else policies[""]
-    method = StreamsMethod(config, streams, learners, stored, run_dir, queue, divided=divided)
-    acting = [stream.generator for stream in streams if stream.generator is not None and not stream.plays_groups]
-    method.play_by(make_collector(streams, queue), acting)
-    if starts is not None:
-        method.starts = starts
-    return RunComponents(trained, generator or Generator(), method, languages)
+    ranks: RankHost | None,
+    *,
+    divided: str,
+) -> PolicyLearner:
+    """The learner of the policy `name`; ranks train the policy `divided`."""
+    own = [stream for stream in streams if stream.is_own and stream.policy == name]
+    configs = {stream.domain: stream.config for stream in own}
+    # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
+    of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
+    of_update = of_update if name == divided else _whole(of_update)
+    if not isinstance(policy, LanguagePolicy):
+        if of_update.algorithm.on_policy:
+            learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
+            return learn(of_update, configs, policy, ranks)
+        keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
+        return keep(of_update, own, policy, run_dir, ranks)
+    sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
+    if ranks is not None and name == divided:
+        ranks.take_model(model_files(policy))
+    learner = TokenLearner(of_update, configs, policy, sampling, ranks)
+    if generator is not None:
+        learner.generator = generator
+        wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
+        learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
+    return learner
 
 
 def _whole(config: TrainConfig) -> TrainConfig:
@@ -453,7 +438,7 @@ def _policies(
     run_dir: Path,
     checkpoint: Path | None,
     base: Path | None,
-    given: Mapping[str, LanguagePolicy] = MappingProxyType({}),
+    given: Mapping[str, LanguagePolicy],
 ) -> tuple[dict[str, Any], dict[str, LanguagePolicy]]:
     """({name: policy}, the language policies), all built before anything else draws random numbers, so that initial weights do not depend
     on where domains are played. `given`: policies that are already built."""

@@ -17,7 +17,7 @@ from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.rank_hosts import LocalRanks
 from embodied_rl.methods import Method, training_sim
 from embodied_rl.methods.acting import make_rollout_collector
-from embodied_rl.methods.building import RunComponents, build_elsewhere, build_here
+from embodied_rl.methods.building import RunComponents, build_run
 from embodied_rl.methods.language_player import model_files
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
@@ -121,7 +121,7 @@ def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
     """Build all components in this process."""
-    return _scored(config, build_here(_here(config), streams, run_dir, folder, base, _ranks_here(config)))
+    return _scored(config, build_run(_here(config), streams, run_dir, folder, base, here=True, ranks=_ranks_here(config)))
 
 
 def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
@@ -143,7 +143,7 @@ def _around_worker(
     starts = worker.starts = RemoteStarts(worker, streams)
     with ExitStack() as undo:
         ranks = worker.ranks(own.hybrid) or _ranks_here(config)
-        components = build_elsewhere(own, streams, run_dir, folder, base, worker.generator, ranks=ranks, starts=starts)
+        components = build_run(own, streams, run_dir, folder, base, generator=worker.generator, ranks=ranks, starts=starts)
         undo.callback(end_ranks, components.method)
         worker.take_policy(components.policy, {name: model_files(one) for name, one in components.languages.items()})
         components = dataclasses.replace(components, method=worker.connect(components.method))

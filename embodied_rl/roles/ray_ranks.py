@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.hybrid.weight_sync import pack_tensors, unpack_tensors
-from embodied_rl.learning.rank_hosts import LOOPBACK, RankLink, TrainWorkerError, listen_on, listening_store
+from embodied_rl.learning.rank_hosts import LOOPBACK, RankHost, TrainWorkerError, listen_on, listening_store
 from embodied_rl.learning.train_worker import RankServer
 from embodied_rl.methods.language_player import ModelFiles, write_model_files
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
@@ -143,8 +143,8 @@ class RayLink:
         self._sent = [reference for reference in self._sent if reference not in done]
 
 
-class RayRanks:
-    """Rank actors, each on its node. Implements `RankHost`; created in the process of rank 0, or in the driver if all ranks are actors."""
+class RayRanks(RankHost):
+    """Rank actors, each on its node; created in the process of rank 0, or in the driver if all ranks are actors."""
 
     def __init__(self, actors: Sequence[Any], *, device: str | None = None) -> None:
         """`device`: device of all ranks, including rank 0 (cpu, cuda); None: the actors are ranks 1, 2, … and compute where rank 0 does."""
@@ -152,18 +152,10 @@ class RayRanks:
         self._lowest = 1 if device is None else 0
         """Rank of the first actor; without a device, rank 0 is in this process."""
         self._links = [RayLink(actor) for actor in actors]
+        self.links, self.first = self._links[1 - self._lowest :], None if device is None else self._links[0]
         self._addresses: list[str] = []
         self._address = LOOPBACK
         """Address where the ranks meet."""
-
-    @property
-    def first(self) -> RankLink | None:
-        return None if self._device is None else self._links[0]
-
-    @property
-    def links(self) -> list[RankLink]:
-        """See `RankHost.links`."""
-        return list(self._links[1 - self._lowest :])
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """See `RankHost.start`: the driver has already created them. Also raises UserError for a node that the others cannot reach."""
@@ -199,7 +191,7 @@ class RayRanks:
         """See `RankHost.tell`; the tensors are in the object store once."""
         text, payload = _packed(tensors)
         shared = ray.put(payload) if len(payload) else payload
-        for link in self._links[1 - self._lowest :]:
+        for link in self.links:
             link.send_packed(message, text, shared)
 
     def ended(self, patience_s: float) -> Exception | None:
@@ -223,7 +215,7 @@ class RayRanks:
 
     def close(self) -> None:
         """See `RankHost.close`; the driver ends the actors."""
-        self._links = []
+        self._links, self.links, self.first = [], [], None
 
 
 def _packed(tensors: Mapping[str, Tensor] | None) -> tuple[bytes, Any]:

@@ -20,7 +20,7 @@ from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.methods import Experience, Method
-from embodied_rl.methods.building import build_elsewhere
+from embodied_rl.methods.building import build_run
 from embodied_rl.methods.language_player import ModelFiles, blank_policy, write_model_files
 from embodied_rl.methods.streams import streams_elsewhere
 from embodied_rl.policies.base import TrainedModule
@@ -300,7 +300,7 @@ def _learner(
     for name, files in models.items():
         write_model_files(files, folder / name)
         languages[name] = blank_policy(config.of_policy(name).language, folder / name)
-    parts = build_elsewhere(config, streams_elsewhere(config, specs), Path(config.run_dir), languages=languages, ranks=ranks)
+    parts = build_run(config, streams_elsewhere(config, specs), Path(config.run_dir), languages=languages, ranks=ranks)
     return parts.policy, parts.method
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodied_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, row_sum, visible_entries
+from embodied_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, visible_entries
 from embodied_rl.algorithms.losses import policy_gradient_loss, ppo_clip_loss
 from tests.algorithms.loss_cases import AGGREGATIONS, NUM_ROWS, OPTIONS, global_denominator, gradient, make_case, run, select
 from tests.forks import start_forked
@@ -156,8 +156,3 @@ def test_half_precision_is_reckoned_in_single() -> None:
     log_prob = torch.full((2, 3), -1.0, dtype=torch.bfloat16)
     loss, _ = policy_gradient_loss(log_prob=log_prob, advantage=torch.ones(2))
     assert loss.dtype == torch.float32
-
-
-def test_row_sum_is_the_log_probability_of_the_whole_action() -> None:
-    assert row_sum(X, MASK).tolist() == [7.0, 30.0, 0.0]
-    assert row_sum(torch.tensor([1.0, 2.0]), torch.tensor([True, False])).tolist() == [1.0, 0.0]
