@@ -6,14 +6,13 @@ group queue counts them by reason.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from embodied_rl.bounds import Score, Share
-from embodied_rl.config.building import check_arguments
+from embodied_rl.config.building import check_constructor
 from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.types import EpisodeGroup
 
@@ -122,13 +121,7 @@ def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, .
     for number, setting in enumerate(settings):
         name, arguments = str(setting.get("name")), {key: value for key, value in setting.items() if key != "name"}
         require_known(name, FILTERS, f"Group filter '{name}' is not known.")
-        parameters = inspect.signature(FILTERS[name]).parameters
-        for key in arguments:
-            require_known(key, parameters, f"Group filter '{name}' has no setting '{key}'.")
-        missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in arguments]
-        if missing:
-            raise UserError(f"Group filter '{name}' needs {', '.join(missing)}.")
-        check_arguments(FILTERS[name], arguments, f"algorithm.groups.filters[{number}]")
+        check_constructor(FILTERS[name], name, arguments, f"algorithm.groups.filters[{number}]")
         built.append(FILTERS[name](**arguments))
     return tuple(built)
 

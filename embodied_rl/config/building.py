@@ -117,8 +117,10 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], wher
             convert(hint, given[name], f"{where}.{name}")
 
 
-def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where: str, *, offered: Collection[str]) -> None:
-    """Check the options of a user's own class against its constructor, which also gets `offered` from the package. Raises UserError."""
+def check_constructor(
+    cls: type[Any] | Callable[..., Any], name: str, given: Mapping[str, Any], where: str, *, offered: Collection[str] = ()
+) -> None:
+    """Check the options of a class against its constructor, or of a function, which also gets `offered` from the package. Raises UserError."""
     parameters = inspect.signature(cls).parameters
     allowed = [key for key in parameters if key not in offered]
     for key in given:
@@ -126,7 +128,7 @@ def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
         raise UserError(f"'{name}' needs {where}.{missing[0]}.")
-    check_arguments(cls.__init__, given, where)
+    check_arguments(cls.__init__ if isinstance(cls, type) else cls, given, where)
 
 
 def _is_known(hint: object) -> bool:

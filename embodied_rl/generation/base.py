@@ -54,7 +54,7 @@ class Generator:
     has_values: bool = False
     """Whether `value` estimates state values."""
     way: Way = "noisy"
-    """How it acts, if that can be switched (`methods.acting`)."""
+    """How it acts, if that can be switched (`methods.building`)."""
     on_answer: Callable[..., object] | None = None
     """Called with each answer of a language agent, see `AgentGenerator`; other generators never call it."""
     shares_weights: bool = False

@@ -176,11 +176,7 @@ class TokenObjective(objectives.Objective["LanguagePolicy", TokenBatch]):
 class TokenCloning(TokenObjective):
     """Cross-entropy of the masked tokens."""
 
-    name = "token_cloning"
-
-    @property
-    def what(self) -> str:
-        return "cross-entropy"
+    name, what = "token_cloning", "cross-entropy"
 
     def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, objectives.Numbers]:
         return rows, {"entries": float(rows.mask.sum())}

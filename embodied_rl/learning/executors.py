@@ -115,33 +115,6 @@ def norm_name(group: str) -> str:
     return f"grad_norm_{group}" if group else "grad_norm"
 
 
-def objective_step(
-    objective: Objective[Any, Any],
-    policy: TrainedModule,
-    optimizers: Optimizers,
-    rows: Rows,
-    micro: list[list[int]],
-    numbers: Numbers,
-    learning_rate: float,
-    device: torch.device,
-    summed: Callable[[Tensor], Tensor] = lambda totals: totals,
-    threads: ThreadPoolExecutor | None = None,
-) -> Figures:
-    """`take_step` with an objective, on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
-
-    def loss_of(places: list[int]) -> tuple[Tensor, Metrics]:
-        return objective(policy, rows_at(rows, places).moved(device), numbers)
-
-    losses = [functools.partial(loss_of, places) for places in micro]
-    stepped = {group: optimizers.groups[group] for group in objective.groups}
-    frees = objective.frees_gradients
-    with repeatable(device):
-        figures = take_step(policy, stepped, losses, learning_rate, summed=summed, frees_gradients=frees, threads=threads)
-    if is_finite(figures):
-        objective.stepped(policy)
-    return figures
-
-
 def is_finite(figures: Figures) -> bool:
     """Whether the step with these figures was taken."""
     return all(math.isfinite(value) for name, value in figures.items() if name == "loss" or name.startswith(norm_name("")))
@@ -250,10 +223,30 @@ class LocalExecutor(Executor):
         if self._threads is not None:
             size = min(size or minibatch.num_rows, -(-minibatch.num_rows // self.side_by_side))
         (part,) = self._objective.divide(self.policy, minibatch, 1, size)
-        return objective_step(
-            *(self._objective, self.policy, self.optimizer, minibatch, part.micro, numbers, learning_rate, self.device),
-            threads=self._threads,
-        )
+        return self.take(self._objective, minibatch, part.micro, numbers, learning_rate)
+
+    def take(
+        self,
+        objective: Objective[Any, Any],
+        rows: Rows,
+        micro: list[list[int]],
+        numbers: Numbers,
+        learning_rate: float,
+        summed: Callable[[Tensor], Tensor] = lambda totals: totals,
+    ) -> Figures:
+        """`take_step` on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
+
+        def loss_of(places: list[int]) -> tuple[Tensor, Metrics]:
+            return objective(self.policy, rows_at(rows, places).moved(self.device), numbers)
+
+        losses = [functools.partial(loss_of, places) for places in micro]
+        stepped = {group: self.optimizer.groups[group] for group in objective.groups}
+        given: dict[str, Any] = {"summed": summed, "frees_gradients": objective.frees_gradients, "threads": self._threads}
+        with repeatable(self.device):
+            figures = take_step(self.policy, stepped, losses, learning_rate, **given)
+        if is_finite(figures):
+            objective.stepped(self.policy)
+        return figures
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         size = forward_rows(self.policy, self.config)

@@ -75,11 +75,11 @@ class Learner:
         objective: Objective[Any, Any],
         executor: Executor,
         compute_threads: int,
-        ranks: RankExecutor | None = None,
     ) -> None:
-        """`compute_threads`: threads of one operation on the CPU; `ranks`: the executor, if `hybrid.sharding` divides the policy; None: it
-        is trained whole in this process. See `make_learner`."""
-        self.policy, self.config, self.objective, self.executor, self.ranks = policy, config, objective, executor, ranks
+        """`compute_threads`: threads of one operation on the CPU. See `make_learner`."""
+        self.policy, self.config, self.objective, self.executor = policy, config, objective, executor
+        self.ranks = executor if isinstance(executor, RankExecutor) else None
+        """The executor, if `hybrid.sharding` divides the policy; None: it is trained whole in this process."""
         self.compute_threads = compute_threads
         self.device = executor.device
         self.has_reference = False
@@ -137,12 +137,11 @@ class Learner:
         generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))
         total = num_epochs * -(-len(sequences) // minibatch_rows)
         losses: list[float] = []
-        with compute_threads(self.compute_threads):
-            self.executor.begin(objective, rows)
-            for epoch in range(num_epochs):
-                chosen = shuffled(generator, len(sequences), minibatch_rows)
-                rates = [learning_rate * (1.0 - 0.9 * (epoch * len(chosen) + done) / total) for done in range(len(chosen))]
-                losses = [self._step(objective, rows, own, rate, 0.0)["loss"] for own, rate in zip(chosen, rates, strict=True)]
+        for epoch in range(num_epochs):
+            chosen = shuffled(generator, len(sequences), minibatch_rows)
+            rates = [learning_rate * (1.0 - 0.9 * (epoch * len(chosen) + done) / total) for done in range(len(chosen))]
+            minibatches = (rows.chosen(torch.from_numpy(own)) for own in chosen)
+            losses = [self.step(own, rate, [objective])["loss"] for own, rate in zip(minibatches, rates, strict=True)]
         self.executor.forget()
         self.executor.write_back()
         return float(np.mean(losses))
@@ -167,7 +166,8 @@ class Learner:
             return figures
         own = np.arange(rows.num_rows) if chosen is None else chosen
         norms = " and ".join(str(figures[norm_name(group)]) for group in objective.groups)
-        text = f"The {objective.what} is {figures['loss']} and its gradient's norm {norms} on {len(own)} {objective.unit}."
+        what = objective.what or f"{self.config.loss} loss"
+        text = f"The {what} is {figures['loss']} and its gradient's norm {norms} on {len(own)} {objective.unit}."
         minibatch = rows.chosen(torch.from_numpy(own)).tensors()
         raise NonFiniteLossError(text, own, {name: tensor.cpu().numpy() for name, tensor in minibatch.items()})
 
@@ -288,8 +288,7 @@ def make_learner(
     if one_thread and executor is None:
         num_threads = hybrid.rank_threads or 1
     if hybrid.sharding is not None:
-        divided = RankExecutor(policy, config, hybrid, device, ranks)
-        return Learner(policy, config, objective, divided, num_threads, divided)
+        return Learner(policy, config, objective, RankExecutor(policy, config, hybrid, device, ranks), num_threads)
     if executor is not None:
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:

@@ -132,6 +132,8 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     """Name under which ranks know the objective."""
     unit: ClassVar[str]
     """Name of a row, for messages."""
+    what: ClassVar[str] = ""
+    """Name of what is minimised, for messages; empty: the loss of the table."""
     rows: type[AnyRows]
     shows_loss: ClassVar[bool] = False
     """Whether an update's metrics show ``loss``."""
@@ -148,11 +150,6 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     def __init__(self, policy: Trained, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         """`policy`: gives the layout of decisions; the policy to evaluate comes with each call."""
         self.config, self.precision = config, precision
-
-    @property
-    def what(self) -> str:
-        """Name of what is minimised, for messages."""
-        return f"{self.config.loss} loss"
 
     def begin(self, rows: AnyRows, *, kl_coef: float) -> tuple[AnyRows, Numbers]:
         """Prepare a whole minibatch for the evaluation of its parts; return it with its numbers."""

@@ -35,9 +35,8 @@ from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.episode_objectives import EpisodeObjective, TokenCloning, TokenObjective
-from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
+from embodied_rl.learning.executors import Executor, Figures, LocalExecutor
 from embodied_rl.learning.objectives import Objective, RolloutObjective
-from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
 from embodied_rl.learning.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
@@ -59,10 +58,9 @@ class Rank:
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
         """Shard `policy` in place; all ranks pass equal ones. Raises UserError as `fsdp.shard` does."""
-        self.config, self.device = config, device
         self.mesh = fsdp.make_mesh(sharding, device.type)
         self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)
-        self.optimizer = Optimizers(self.policy, config)
+        self.local = LocalExecutor(self.policy, config, device, "float32")  # the shards' own precision is that of `hybrid.sharding`
         self.saving: SavingCheckpoint | None = None
         self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
         self._made: dict[str, Objective[Any, Any]] = {}
@@ -70,18 +68,8 @@ class Rank:
     def objective(self, name: str) -> Objective[Any, Any]:
         """The objective of that name, made alike on every rank."""
         if name not in self._made:
-            self._made[name] = OBJECTIVES[name](self.policy, self.config)
+            self._made[name] = OBJECTIVES[name](self.policy, self.local.config)
         return self._made[name]
-
-    @torch.no_grad()
-    def values(self, observation: Mapping[str, Tensor]) -> Tensor:
-        """[n] or [n, K] float32 values of this rank's observations; n is the same on every rank."""
-        size = forward_rows(self.policy, self.config)
-        parts = [
-            self.policy.value({key: tensor.to(self.device) for key, tensor in part.items()}).float().cpu()
-            for part in forwards(observation, size)
-        ]
-        return torch.cat(parts)
 
     def serve(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Execute a request of the `RankExecutor`; return its answer, or None. Of a result that all ranks have, only the rank with
@@ -89,11 +77,11 @@ class Rank:
         what, answers = message["do"], message.get("answers", False)
         if what == "step":  # on this rank's rows in these micro-batches (`Part`); figures are those of the whole minibatch
             made = self.objective(message["objective"])
-            own, numbers, rate = made.rows.of_tensors(tensors).staged(self.device), message["numbers"], message["learning_rate"]
-            figures = objective_step(made, self.policy, self.optimizer, own, message["micro"], numbers, rate, self.device, self._summed)
+            own, rate = made.rows.of_tensors(tensors).staged(self.local.device), message["learning_rate"]
+            figures = self.local.take(made, own, message["micro"], message["numbers"], rate, self._summed)
             return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()} if answers else None
         if what == "values":
-            return {"value": self.values(tensors)}
+            return {"value": torch.from_numpy(self.local.values(dict(tensors)))}  # of equally many rows on every rank
         if what == "weights":
             kept = {name: tensor.cpu().clone() for name, tensor in self.weights() if answers}  # all ranks gather them
             if message.get("frees"):
@@ -102,7 +90,7 @@ class Rank:
         with torch.no_grad():
             fsdp.reshard(self.policy)
             if what == "optimizer_state":
-                state = self.optimizer.state_tensors()
+                state = self.local.state_tensors()
                 return state if answers else None
             self._change(what, message, tensors)
         return None
@@ -116,17 +104,17 @@ class Rank:
         elif what == "load_weights":  # whole tensors, without communication between ranks
             fsdp.load_named(self.policy, tensors)
         elif what == "load_optimizer_state":  # as `optimizer_state` returned it, on any number of ranks
-            self.optimizer.load_state_tensors(tensors)
+            self.local.optimizer.load_state_tensors(tensors)
         elif what == "forget":
-            self.optimizer.forget()
+            self.local.forget()
         elif what == "save_parts":  # after the previous part is written; rank 0 reports what went wrong
             self._finish_saving()
-            self.saving = save_sharded(message["folder"], self.optimizer.parts(), asynchronous=True)
+            self.saving = save_sharded(message["folder"], self.local.optimizer.parts(), asynchronous=True)
         elif what == "load_parts":  # written by any number of ranks
-            self.optimizer.forget()
-            found = self.optimizer.parts()
+            self.local.forget()
+            found = self.local.optimizer.parts()
             load_sharded(message["folder"], found)
-            self.optimizer.take_parts(found)
+            self.local.optimizer.take_parts(found)
         elif what == "leave":
             self._finish_saving()
             dist.destroy_process_group()
@@ -144,7 +132,7 @@ class Rank:
 
     def _summed(self, totals: Tensor) -> Tensor:
         """Sum over the ranks that train other rows."""
-        on_device = totals.to(self.device)
+        on_device = totals.to(self.local.device)
         dist.all_reduce(on_device, group=self._data_group)
         return on_device.cpu()
 
@@ -275,10 +263,10 @@ class RankExecutor(Executor):
         return torch.cat(found)[:num_rows].numpy()
 
     def trained(self) -> list[Tensor]:
-        return [] if self.rank is None else list(self.rank.policy.parameters())
+        return [] if self.rank is None else self.rank.local.trained()
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        return None if self.rank is None else self.rank.optimizer.tensors()
+        return None if self.rank is None else self.rank.local.optimizer_tensors()
 
     # ---- the trained weights ----------------------------------------------------------------------------------------
 

@@ -50,17 +50,13 @@ class StoredObjective(Objective[Trained, Stored]):
 class CloningObjective(StoredObjective[Policy, StepRows]):
     """Maximum likelihood of recorded actions, or the policy's own cloning loss; the critic stays unchanged."""
 
-    name, rows = "cloning", StepRows
+    name, what, rows = "cloning", "cloning loss", StepRows
 
     @property
     def options(self) -> CloningConfig:
         """`algorithm.cloning`."""
         assert self.config.cloning is not None, "the algorithm clones"
         return self.config.cloning
-
-    @property
-    def what(self) -> str:
-        return "cloning loss"
 
     def __call__(self, policy: Policy, rows: StepRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
@@ -114,7 +110,7 @@ def step_rows(policy: Policy, batch: Transitions) -> StepRows:
 class CriticsObjective(StoredObjective[ActorWithCritics, TransitionRows]):
     """The critics' error: Q(s, a) follows r + γ V(s'). An image trunk learns only from this error."""
 
-    name, rows = "critics", TransitionRows
+    name, what, rows = "critics", "loss of critics", TransitionRows
     groups: ClassVar[tuple[str, ...]] = ("critics",)
 
     @property
@@ -122,10 +118,6 @@ class CriticsObjective(StoredObjective[ActorWithCritics, TransitionRows]):
         """`algorithm.off_policy`."""
         assert self.config.off_policy is not None, "the algorithm learns off policy"
         return self.config.off_policy
-
-    @property
-    def what(self) -> str:
-        return f"loss of {' and '.join(self.groups)}"
 
     def __call__(self, policy: ActorWithCritics, rows: TransitionRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
         return policy.gathered(lambda: self.terms(policy, rows, numbers["entries"]))
@@ -155,7 +147,7 @@ class CriticsObjective(StoredObjective[ActorWithCritics, TransitionRows]):
 class StateValueObjective(CriticsObjective):
     """Implicit Q-learning: V follows an expectile of Q̄ at recorded actions."""
 
-    name = "state_value"
+    name, what = "state_value", "loss of value"
     groups: ClassVar[tuple[str, ...]] = ("value",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
@@ -173,7 +165,7 @@ class StateValueObjective(CriticsObjective):
 class ImitationObjective(CriticsObjective):
     """Imitation of recorded actions, weighted by how much better than V(s) they are."""
 
-    name = "imitation"
+    name, what = "imitation", "loss of policy"
     groups: ClassVar[tuple[str, ...]] = ("policy",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
@@ -204,7 +196,7 @@ class ImitationObjective(CriticsObjective):
 class SoftPolicyObjective(ImitationObjective):
     """Soft actor-critic: the policy follows the critics, and the coefficient keeps its entropy at the target."""
 
-    name = "soft_policy"
+    name, what = "soft_policy", "loss of policy and entropy"
     groups: ClassVar[tuple[str, ...]] = ("policy", "entropy")
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,11 +20,11 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig, model_place
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
-from embodied_rl.generation.base import Generator
+from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.random_backend import RandomGenerator, WrappedGenerator
 from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBackend
 from embodied_rl.learning.devices import training_device
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.cloning import CloningLearner
@@ -42,12 +43,14 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share, group_seed
+from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import ProgramOptions, is_program
-from embodied_rl.types import ActionLayout
+from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 PROGRAM_FAULTS = "program_faults.jsonl"
 """File in a run's folder with one line per failed agent program."""
@@ -324,6 +327,50 @@ def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> 
         player.base_url, player.model, api=player.api, api_key_env=player.api_key_env, timeout_s=player.timeout_s, seed=seed
     )
     return OpenAITokens(options, tokenizer)
+
+
+class SwitchedGenerator(WrappedGenerator):
+    """Acts with `generator`; with random actions if `way` is "random", and without noise if it is "mode"."""
+
+    def __init__(self, generator: Generator, spec: SimSpec) -> None:
+        super().__init__(generator)
+        self._random = RandomGenerator(spec)
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        self._random.version = self.version
+        self._present().send(slots, observation, None if self.way == "mode" else noise)
+
+    def recv(self) -> ActedBatch:
+        return self._present().recv()
+
+    def _present(self) -> Generator:
+        return self._random if self.way == "random" else self._generator
+
+
+def make_rollout_collector(
+    config: TrainConfig,
+    manager: Simulators,
+    generator: Generator,
+    layout: ActionLayout,
+    share: Share = WHOLE,
+    starts: StartLibrary | None = None,
+    domain: str = "",
+) -> RolloutCollector:
+    """Build the collector that a configuration describes, in the simulators' process; `share`: share of the slots. Methods with stored
+    steps set how it acts (`Collector.draw`). Each named domain draws its own seeds and noise."""
+    has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
+    return RolloutCollector(
+        manager,
+        generator if config.algorithm.on_policy else SwitchedGenerator(generator, manager.spec),
+        rollout_steps=share.rollout_steps or config.algorithm.rollout_steps,
+        num_groups=1 if has_hosts else config.sim.num_groups,
+        seed=group_seed(config.seed, domain, 0) if domain else config.seed,
+        layout=layout,
+        max_staleness=max_staleness,
+        min_ready=1 if has_hosts and max_staleness else None,
+        share=share,
+        starts=starts,
+    )
 
 
 # ---- learning -----------------------------------------------------------------------------------------------------------

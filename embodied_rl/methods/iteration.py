@@ -14,7 +14,6 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.learner import Learner
-from embodied_rl.methods.acting import finished_in
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.starts import Starts
@@ -107,7 +106,7 @@ class StreamsMethod(Method):
         rollouts = self._next_rollouts(iteration)
         groups = [] if self.queue is None else self._next_groups(iteration)
         episodes = [episode for group in groups for episode in group.episodes]
-        finished = [episode for rollout in rollouts.values() for episode in finished_in(rollout)]
+        finished = [episode for rollout in rollouts.values() for episode in _finished_in(rollout)]
         finished += _finished(episodes)
         steps = sum(rollout.num_steps for rollout in rollouts.values()) + sum(episode.num_steps for episode in episodes)
 
@@ -129,7 +128,7 @@ class StreamsMethod(Method):
         """{domain: rollout that version `iteration` learns from}, at most `algorithm.max_staleness` versions old. Raises SimFault."""
         rollouts = self.collector.next_rollouts(iteration)
         for domain in filter(None, rollouts):
-            figures = {"steps": float(rollouts[domain].num_steps), **episode_figures(finished_in(rollouts[domain]))}
+            figures = {"steps": float(rollouts[domain].num_steps), **episode_figures(_finished_in(rollouts[domain]))}
             self._figures |= prefixed(f"domains/{domain}", figures)
         self.play_ahead(0.0)
         if self._max_staleness and rollouts:
@@ -280,8 +279,14 @@ def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     return {"groups": float(len(groups)), **episode_figures(_finished([episode for group in groups for episode in group.episodes]))}
 
 
+def _finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
+    """See `Experience.finished`: success rates, and decisions based on them, count ordinary starts only."""
+    ordinary = [episode for episode in rollout.episodes if "start" not in episode.final_info]
+    return [(episode.success_once, episode.episode_return, episode.length) for episode in ordinary]
+
+
 def _finished(episodes: Iterable[Episode]) -> list[tuple[bool, float, int]]:
-    """See `Experience.finished`: success rates, and decisions based on them, count sampled episodes with ordinary starts only."""
+    """See `Experience.finished`: sampled episodes with ordinary starts."""
     own = (one for one in episodes if one.metadata.get("start", {}).get("source") is None and not one.metadata.get("greedy"))
     return [(episode.success, episode.game_return, episode.num_steps) for episode in own]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.policies.base import TensorObservation, TrainedModule
-from embodied_rl.types import EpisodeGroup
+from embodied_rl.types import EpisodeGroup, Rollout
 
 
 class PolicyLearner:
@@ -144,6 +144,14 @@ def of_domains(parts: Mapping[str, tuple[int, Mapping[str, float]]]) -> dict[str
         rows, values = zip(*((max(count, 1), own[name]) for count, own in parts.values() if name in own), strict=True)
         figures[name] = float(np.average(values, weights=rows))
     return figures | {name: value for domain, (_, own) in parts.items() for name, value in prefixed(domain, own).items()}
+
+
+def seen_in(rollouts: Iterable[Rollout]) -> TensorObservation:
+    """{key: [B, ...]} the numeric observations of all rollouts."""
+    # Arrays that came through Ray are read-only, of which torch warns.
+    given = [{key: part for key, part in rollout.observation.items() if part.dtype != object} for rollout in rollouts]
+    parts = [{key: part if part.flags.writeable else part.copy() for key, part in own.items()} for own in given]
+    return together([{key: torch.from_numpy(part).flatten(0, 1) for key, part in own.items()} for own in parts])
 
 
 def together(seen: Sequence[TensorObservation]) -> TensorObservation:

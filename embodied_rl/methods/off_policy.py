@@ -17,10 +17,9 @@ from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CriticsObjective, prepared, steps_of, transition_rows
-from embodied_rl.methods.acting import seen_in
 from embodied_rl.methods.cloning import mean_figures
 from embodied_rl.methods.demonstrations import Demonstrations
-from embodied_rl.methods.learners import together
+from embodied_rl.methods.learners import seen_in
 from embodied_rl.methods.stored import StoredLearner, StoredSteps
 from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.base import Policy
@@ -156,7 +155,7 @@ class CriticLearner(StoredLearner[CriticSteps]):
         before = self._due
         super().prepare(gathered)
         if not self.has_statistics:
-            seen = together([seen_in(rollout) for rollout in gathered.values()])
+            seen = seen_in(gathered.values())
             self.policy.update_statistics({key: part for key, part in seen.items() if key in self.policy.observation_keys})
         if self._num_added < self.options.warmup_steps:
             return 0

@@ -14,8 +14,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.acting import seen_in
-from embodied_rl.methods.learners import PlayingLearner, of_domains, together
+from embodied_rl.methods.learners import PlayingLearner, of_domains, seen_in
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.types import Rollout
 
@@ -33,7 +32,7 @@ class RolloutLearner(PlayingLearner[PPO]):
         """Metrics of the last `prepare`: importance weights, and the KL term of the rewards."""
 
     def observation(self, gathered: dict[str, Rollout]) -> TensorObservation:
-        return together([seen_in(rollout) for rollout in gathered.values()]) if self.moves_statistics else {}
+        return seen_in(gathered.values()) if self.moves_statistics else {}
 
     def prepare(self, gathered: dict[str, Rollout]) -> Batch:
         found = {name: self._prepared(self.methods[name], rollout) for name, rollout in gathered.items()}

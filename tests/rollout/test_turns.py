@@ -11,7 +11,7 @@ import torch
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.generation import make_generator
 from embodied_rl.learning.devices import compute_threads
-from embodied_rl.methods.acting import make_rollout_collector
+from embodied_rl.methods.building import make_rollout_collector
 from embodied_rl.policies.build import build_policy
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
