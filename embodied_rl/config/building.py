@@ -120,7 +120,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], wher
 def check_constructor(
     cls: type[Any] | Callable[..., Any], name: str, given: Mapping[str, Any], where: str, *, offered: Collection[str] = ()
 ) -> None:
-    """Check the options of a class against its constructor, or of a function, which also gets `offered` from the package. Raises UserError."""
+    """Check the options of a class (against its constructor) or a function, which the package also gives `offered`. Raises UserError."""
     parameters = inspect.signature(cls).parameters
     allowed = [key for key in parameters if key not in offered]
     for key in given:

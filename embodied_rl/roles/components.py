@@ -16,8 +16,7 @@ from embodied_rl.generation import make_generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.rank_hosts import LocalRanks
 from embodied_rl.methods import Method, training_sim
-from embodied_rl.methods.building import make_rollout_collector
-from embodied_rl.methods.building import RunComponents, build_run
+from embodied_rl.methods.building import RunComponents, build_run, make_rollout_collector
 from embodied_rl.methods.language_player import model_files
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
