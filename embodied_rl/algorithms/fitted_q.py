@@ -241,10 +241,10 @@ class _Regression:
         warm, last = (max(1, int(share * config.num_steps)) for share in (_WARM_SHARE, _LAST_SHARE))
         cooling = min(max(last, _LEAST_COOLING), config.num_steps)
         checked = max(1, config.num_steps // _NUM_CHECKS)
-        cools_at, end, settling = config.num_steps - cooling, config.num_steps, _Settling()
-        before, losses = 0.0, []
+        cools_at, end = config.num_steps - cooling, config.num_steps
+        before, losses, means = 0.0, [], []  # type: ignore[var-annotated]
         for step in itertools.count():
-            if warm < step < cools_at and step % checked == 0 and settling.has(self._values(self.online)):
+            if warm < step < cools_at and step % checked == 0 and _settled(means, self._values(self.online)):
                 cools_at, end = step, step + cooling
                 if on_step is not None:
                     on_step(config.num_steps - end)
@@ -343,18 +343,11 @@ class _Regression:
         return value * self.scale + self.centre
 
 
-class _Settling:
-    """Checks at equal distances whether the members' values have settled."""
-
-    def __init__(self) -> None:
-        self._means: list[float] = []
-
-    def has(self, values: np.ndarray) -> bool:
-        """Take one more check [E]; return whether the values' mean moved little since the check at half the steps."""
-        self._means.append(float(values.mean()))
-        count = len(self._means)
-        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-        return count >= _LEAST_CHECKS and abs(self._means[-1] - self._means[count // 2 - 1]) <= _SETTLED * spread
+def _settled(means: list[float], values: np.ndarray) -> bool:
+    """Append the mean of the members' values [E]; return whether it moved little since the check at half the steps."""
+    means.append(float(values.mean()))
+    spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return len(means) >= _LEAST_CHECKS and abs(means[-1] - means[len(means) // 2 - 1]) <= _SETTLED * spread
 
 
 def _is_last(episode: Tensor) -> Tensor:

@@ -57,21 +57,6 @@ class KlTerm:
         assert reference is not None, "the learner computes both"
         return kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind=self.config.kind)
 
-    def penalized(
-        self, reward: Tensor, kl: Tensor | None, mask: Tensor | None, learned: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Subtract the divergence from rewards and update the coefficient; return ``kl`` and ``kl_penalty`` too. Changes nothing if the KL
-        term is not in the reward. `kl`: a `divergence`, shaped as `reward`; `mask`: entries that count, None: all; `learned`: entries whose
-        divergence is measured, None: those of `mask`."""
-        if not self.in_reward:
-            return reward, {}
-        assert kl is not None, "`divergence` gives it"
-        taken, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient, mask=mask, counted=learned)
-        figures = {name: float(value) for name, value in metrics.items()}
-        measured = mask if learned is None else learned
-        self.update(figures["kl"], reward.numel() if measured is None else int(measured.sum()))
-        return taken, figures
-
     def measured(self, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
         """``kl_coef`` after the divergence that an update measured in its loss; empty if it measured none."""
         if "kl" not in stats or not self.in_loss:
@@ -98,8 +83,16 @@ class StepRewards:
     def less_costs(
         self, reward: Tensor, kl: Tensor | None, mask: Tensor | None, learned: Tensor | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Subtract the divergence `kl` (see `KlTerm.penalized`) and each step's cost; return metrics of the divergence too."""
-        reward, figures = self.kl.penalized(reward, kl, mask, learned)
+        """Subtract the divergence, if the reward has a KL term, and each step's cost; update the term's coefficient, and return ``kl`` and
+        ``kl_penalty``. `kl`: a `KlTerm.divergence`, shaped as `reward`; `mask`: entries that count, None: all; `learned`: entries whose
+        divergence is measured, None: those of `mask`."""
+        figures: dict[str, float] = {}
+        if self.kl.in_reward:
+            assert kl is not None, "`divergence` gives it"
+            measured = mask if learned is None else learned
+            reward, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.kl.coefficient, mask=mask, counted=measured)
+            figures = {name: float(value) for name, value in metrics.items()}
+            self.kl.update(figures["kl"], reward.numel() if measured is None else int(measured.sum()))
         price = self.config.reward.length_penalty
         return (reward - price * (1.0 if mask is None else mask)) if price else reward, figures
 

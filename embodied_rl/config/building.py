@@ -128,7 +128,7 @@ def check_constructor(
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
         raise UserError(f"'{name}' needs {where}.{missing[0]}.")
-    check_arguments(cls.__init__ if isinstance(cls, type) else cls, given, where)
+    check_arguments(cls.__init__ if isinstance(cls, type) else cls, given, where)  # type: ignore[misc]
 
 
 def _is_known(hint: object) -> bool:

@@ -40,7 +40,6 @@ from embodied_rl.learning.objectives import Objective, RolloutObjective
 from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
 from embodied_rl.learning.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
-from embodied_rl.learning.tensor_parallel import check_plan
 from embodied_rl.policies.base import TrainedModule
 
 _END_S = 10.0
@@ -165,7 +164,7 @@ class RankExecutor(Executor):
             raise UserError("torch.distributed is already in use in this process, but hybrid.sharding needs its own process group.")
         self.host = LocalRanks() if host is None else host
         if self.sharding.num_tensor_shards > 1:
-            check_plan(policy, self.sharding.num_tensor_shards)
+            fsdp.check_plan(policy, self.sharding.num_tensor_shards)
         self._finalizer = weakref.finalize(self, self.host.close)
         self.rank: Rank | None = None
         """The first rank, if it is in this process."""

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,38 +49,38 @@ class RankServer:
     """One rank: executes the requests of the `RankExecutor` in order. ``build`` comes first, then ``join``."""
 
     def __init__(self) -> None:
-        self._setup: dict[str, Any] = {}
-        self._policy: TrainedModule | None = None
-        self._algorithm: AlgorithmConfig | None = None
+        self._join: Callable[[str], Rank] | None = None
         self._rank: Rank | None = None
 
     def do(self, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Execute a request. Returns the answer that rank 0 waits for (perhaps empty), or None if it does not wait."""
         what = message["do"]
         if what == "build":
-            self._build(message, tensors)
+            self._join = _built(message, tensors)
             started()
             return {}
         if what == "join":
-            self._join(message["store"])
+            assert self._join is not None, "build comes first"
+            self._rank, self._join = self._join(message["store"]), None
             return {}
         assert self._rank is not None, "join comes first"
         return self._rank.serve(message, tensors)
 
-    def _build(self, setup: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        torch.set_num_threads(setup["num_threads"])
-        self._setup, self._algorithm = dict(setup), build(AlgorithmConfig, setup["algorithm"], "algorithm")
-        self._policy = build_described(setup, self._algorithm)
-        self._policy.load_state_dict(dict(weights))
 
-    def _join(self, store: str) -> None:
-        setup, policy, self._policy = self._setup, self._policy, None
-        assert policy is not None, "build comes first"
-        assert self._algorithm is not None, "build comes first"
+def _built(setup: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Callable[[str], Rank]:
+    """Build the policy; return the function that joins the other ranks at a store."""
+    torch.set_num_threads(setup["num_threads"])
+    algorithm = build(AlgorithmConfig, setup["algorithm"], "algorithm")
+    policy = build_described(setup, algorithm)
+    policy.load_state_dict(dict(weights))
+
+    def joined(store: str) -> Rank:
         sharding = build(ShardingConfig, setup["sharding"], "hybrid.sharding")
         device = torch.device("cuda", int(setup["device_index"])) if setup["device"] == "cuda" else torch.device("cpu")
         join(store, int(setup["rank"]), sharding.num_ranks, device, setup["timeout_s"])
-        self._rank = Rank(policy, self._algorithm, sharding, device)
+        return Rank(policy, algorithm, sharding, device)
+
+    return joined
 
 
 def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) -> TrainedModule:

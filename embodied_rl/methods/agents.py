@@ -120,8 +120,8 @@ class TokenLearner(PlayingLearner[EpisodeMethod]):
             write_dialogues(path, episodes, decode, f"{name}: the last training episodes")
 
     def metrics(self) -> dict[str, float]:
-        metrics = {name: start.metrics() for name, start in self.warm_starts.items()}
-        return prefixed("warm_start", {key: value for name, own in metrics.items() for key, value in prefixed(name, own).items()})
+        figures = {key: value for name, start in self.warm_starts.items() for key, value in prefixed(name, start.figures).items()}
+        return prefixed("warm_start", figures)
 
     def state_dict(self) -> dict[str, Any]:
         starts = {name: start.state_dict() for name, start in self.warm_starts.items()}

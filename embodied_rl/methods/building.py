@@ -22,7 +22,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator, WrappedGenerator
-from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBackend
+from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBackend, TokenCache
 from embodied_rl.learning.devices import training_device
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
@@ -35,7 +35,7 @@ from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner
 from embodied_rl.methods.starts import Starts, give_starts
-from embodied_rl.methods.streams import Stream, StreamGenerators, make_collector, make_queue
+from embodied_rl.methods.streams import Stream, make_collector, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
@@ -413,7 +413,7 @@ def build_run(
         with torch.random.fork_rng(devices=[]):  # so that learning starts from the same weights if another process plays
             playing = let_play(streams, ActingHere(policies, speaking, run_dir), queue, run_dir)
         # A run's only stream keeps its own generator, which knows its backend.
-        generator = _all_generators(streams, speaking, playing) if streams[0].domain else streams[0].generator
+        generator = StreamGenerators(streams, speaking, playing) if streams[0].domain else streams[0].generator
         assert generator is not None, "all streams play here"
     divided = max(policies, key=lambda name: (name in speaking, sum(part.numel() for part in policies[name].parameters())))
     learners = {
@@ -429,16 +429,23 @@ def build_run(
     return RunComponents(trained, generator or Generator(), method, speaking)
 
 
-def _all_generators(streams: Sequence[Stream], languages: Mapping[str, LanguagePolicy], playing: Playing) -> Generator:
-    robots = dict.fromkeys(stream.generator for stream in streams if stream.generator is not None and stream.agent is None)
+class StreamGenerators(Generator):
+    """The generators of several streams as one, for the engine to publish to."""
 
-    def publish(version: int) -> None:
-        for (policy, _), backend in playing.backends.items():
-            backend.load_weights(version, languages[policy].named_weights())
-        for generator in robots:
+    def __init__(self, streams: Sequence[Stream], languages: Mapping[str, LanguagePolicy], playing: Playing) -> None:
+        self._languages, self._playing, self.version = languages, playing, 0
+        self._robots = dict.fromkeys(stream.generator for stream in streams if stream.generator is not None and stream.agent is None)
+        self.caches: Sequence[TokenCache] = tuple(playing.backends.values())
+
+    def publish(self, version: int) -> None:
+        for (policy, _), backend in self._playing.backends.items():
+            backend.load_weights(version, self._languages[policy].named_weights())
+        for generator in self._robots:
             generator.publish(version)
+        self.version = version
 
-    return StreamGenerators(publish, playing.close, tuple(playing.backends.values()))
+    def close(self) -> None:
+        self._playing.close()
 
 
 def _learner(

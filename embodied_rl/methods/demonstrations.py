@@ -37,13 +37,9 @@ _TRIES = 3
 def training_sim(config: TrainConfig) -> SimConfig:
     """Configuration of the run's simulator, with the expert's action in its observation if the run needs an expert.
     Raises UserError if the task has no expert."""
-    needed = _needs_expert(config)
-    return instrumented(config.sim, expert=expert_of(config), reconfigure=False) if needed else config.sim
-
-
-def _needs_expert(config: TrainConfig) -> bool:
     cloning = config.algorithm.cloning
-    return config.algorithm.learns_from_recordings and (not config.recording or (cloning is not None and cloning.dagger))
+    needed = config.algorithm.learns_from_recordings and (not config.recording or (cloning is not None and cloning.dagger))
+    return instrumented(config.sim, expert=expert_of(config), reconfigure=False) if needed else config.sim
 
 
 def expert_of(config: TrainConfig) -> str:

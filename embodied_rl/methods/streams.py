@@ -22,7 +22,6 @@ from embodied_rl.config import PlayerConfig, TrainConfig
 from embodied_rl.config.policy import draws_tokens
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.generation.base import Generator
-from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, RolloutCollector
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
@@ -240,23 +239,6 @@ class DomainSimulators(Simulators):
         with ExitStack() as stack:
             for stream in self.streams:
                 stack.callback(stream.manager.close)
-
-
-class StreamGenerators(Generator):
-    """The generators of several streams as one, for the engine to publish to."""
-
-    caches: Sequence[TokenCache] = ()
-
-    def __init__(self, publish: Callable[[int], None], close: Callable[[], None], caches: Sequence[TokenCache]) -> None:
-        self._publish, self._close, self.caches = publish, close, caches
-        self.version = 0
-
-    def publish(self, version: int) -> None:
-        self._publish(version)
-        self.version = version
-
-    def close(self) -> None:
-        self._close()
 
 
 def simulators_of(streams: Sequence[Stream]) -> Simulators:

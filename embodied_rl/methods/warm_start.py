@@ -61,14 +61,11 @@ class WarmStart:
         assert options is not None, "the domain has a warm start"
         self.options = options
         self._stream, self._generator = stream, generator
-        self._figures: dict[str, float] = {}
         self._episodes: list[AgentEpisode] = []
-        self._done = False
-
-    @property
-    def wanted(self) -> bool:
+        self.figures: dict[str, float] = {}
+        """Success on held-out seeds before and after, and the amount of data learned from."""
+        self.wanted = True
         """Whether there is something to clone that was not cloned yet."""
-        return not self._done
 
     def sequences(self) -> list[TokenSequence]:
         """Token rows of the player's successful episodes.
@@ -79,25 +76,21 @@ class WarmStart:
 
     def note(self, before: float, after: float, loss: float) -> None:
         """Note that cloning is done, and its results."""
-        self._figures = {
+        self.figures = {
             "success_before": before,
             "success_after": after,
             "episodes": float(len(self._episodes)),
             "turns": float(sum(episode.num_messages for episode in self._episodes)),
             "loss": loss,
         }
-        self._done, self._episodes = True, []
-
-    def metrics(self) -> dict[str, float]:
-        """Success on held-out seeds before and after, and the amount of data learned from."""
-        return self._figures
+        self.wanted, self._episodes = False, []
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state that a resume needs."""
-        return {"done": self._done, "figures": prefixed("warm_start", self._figures)}
+        return {"done": not self.wanted, "figures": prefixed("warm_start", self.figures)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._done, self._figures = bool(state["done"]), of_name("warm_start", state["figures"])
+        self.wanted, self.figures = not state["done"], of_name("warm_start", state["figures"])
 
     def success(self) -> float:
         """Share of held-out episodes that succeed now."""

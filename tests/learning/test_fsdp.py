@@ -16,9 +16,9 @@ from torch import distributed as dist
 from embodied_rl.config import PolicyConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.learning import fsdp
+from embodied_rl.learning.fsdp import parallelize
 from embodied_rl.learning.rank_hosts import LOOPBACK, listening_store
 from embodied_rl.learning.sharded_checkpoint import load_sharded, read_index, read_whole, save_sharded
-from embodied_rl.learning.tensor_parallel import parallelize
 from tests.forks import start_forked
 from tests.learning.fsdp_rank import CASES, MAX_NORM, MICRO_BATCHES, losses, make, make_folder, train
 from tests.learning.samples import make_policy, prepare_optimizer, training_tensors
