@@ -286,7 +286,7 @@ def _on_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor.cuda() if dist.get_backend(group) == "nccl" and tensor.device.type == "cpu" else tensor
 
 
-# ---- tensor parallelism by a transformers model's own plan: columns and rows of its linear layers -----------------------------------------
+# ---- tensor parallelism by a transformers model's own plan: columns and rows of its linear layers ----------------------------------------
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
