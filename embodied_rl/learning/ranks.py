@@ -35,7 +35,7 @@ from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.episode_objectives import EpisodeObjective, TokenCloning, TokenObjective
-from embodied_rl.learning.executors import Executor, Figures, LocalExecutor
+from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards
 from embodied_rl.learning.objectives import Objective, RolloutObjective
 from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
@@ -80,7 +80,7 @@ class Rank:
             figures = self.local.take(made, own, message["micro"], message["numbers"], rate, self._summed)
             return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()} if answers else None
         if what == "values":
-            return {"value": torch.from_numpy(self.local.values(dict(tensors)))}  # of equally many rows on every rank
+            return {"value": self._values(tensors)}
         if what == "weights":
             kept = {name: tensor.cpu().clone() for name, tensor in self.weights() if answers}  # all ranks gather them
             if message.get("frees"):
@@ -93,6 +93,13 @@ class Rank:
                 return state if answers else None
             self._change(what, message, tensors)
         return None
+
+    @torch.no_grad()
+    def _values(self, observation: Mapping[str, Tensor]) -> Tensor:
+        """[n] or [n, K] float32 values of this rank's observations; n is the same on every rank."""
+        parts = forwards(observation, forward_rows(self.policy, self.local.config))
+        moved = ({key: tensor.to(self.local.device) for key, tensor in part.items()} for part in parts)
+        return torch.cat([self.policy.value(part).float().cpu() for part in moved])
 
     def _change(self, what: str, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Execute a request that needs no answer."""

@@ -432,10 +432,12 @@ def build_run(
 class StreamGenerators(Generator):
     """The generators of several streams as one, for the engine to publish to."""
 
+    caches: Sequence[TokenCache] = ()
+
     def __init__(self, streams: Sequence[Stream], languages: Mapping[str, LanguagePolicy], playing: Playing) -> None:
         self._languages, self._playing, self.version = languages, playing, 0
         self._robots = dict.fromkeys(stream.generator for stream in streams if stream.generator is not None and stream.agent is None)
-        self.caches: Sequence[TokenCache] = tuple(playing.backends.values())
+        self.caches = tuple(playing.backends.values())
 
     def publish(self, version: int) -> None:
         for (policy, _), backend in self._playing.backends.items():
