@@ -41,7 +41,7 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.learning.devices import set_compute_threads
-from embodied_rl.methods.acting import make_rollout_collector
+from embodied_rl.methods.building import make_rollout_collector
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.components import start_simulators
 from embodied_rl.sim.core_binding import CoreBinding

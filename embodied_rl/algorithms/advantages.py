@@ -101,7 +101,7 @@ def gae(
     _check_gae(reward, value, last_value, terminated, truncated, mask, discount)
     from embodied_rl.algorithms.kernels import find_cuts, gae_kernel, masked_gae_kernel
 
-    steps = [as_numpy(array) for array in (reward, value, terminated, truncated)]
+    steps: list[np.ndarray] = [as_numpy(array) for array in (reward, value, terminated, truncated)]
     after, finals, shape = as_numpy(last_value).astype(np.float64), as_numpy(final_value).astype(np.float64), steps[1].shape
     cut = np.empty(finals.size, np.int64)
     check_final_value(finals.shape, find_cuts(steps[3].reshape(-1), steps[2].reshape(-1), cut))

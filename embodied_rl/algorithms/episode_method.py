@@ -102,8 +102,7 @@ class EpisodeBatch:
             return None if any(part is None for part in parts) else torch.from_numpy(np.concatenate(parts))
 
         chunk_reward, executed = (None if found is None else batch.scatter(found) for found in map(flat, ("chunk_reward", "executed")))
-        units = {"unit_log_prob": flat("log_prob"), "unit_mask": flat("mask")}
-        return replace(batch, chunk_reward=chunk_reward, executed=executed, **units)
+        return replace(batch, chunk_reward=chunk_reward, executed=executed, unit_log_prob=flat("log_prob"), unit_mask=flat("mask"))
 
     @staticmethod
     def of_steps(

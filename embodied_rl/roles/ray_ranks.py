@@ -191,7 +191,7 @@ class RayRanks(RankHost):
         """See `RankHost.tell`; the tensors are in the object store once."""
         text, payload = _packed(tensors)
         shared = ray.put(payload) if len(payload) else payload
-        for link in self.links:
+        for link in self._links[1 - self._lowest :]:
             link.send_packed(message, text, shared)
 
     def ended(self, patience_s: float) -> Exception | None:
