@@ -105,9 +105,9 @@ def gae(
     after, finals, shape = as_numpy(last_value).astype(np.float64), as_numpy(final_value).astype(np.float64), steps[1].shape
     cut = np.empty(finals.size, np.int64)
     check_final_value(finals.shape, find_cuts(steps[3].reshape(-1), steps[2].reshape(-1), cut))
-    found = np.empty_like(steps[1]), np.empty_like(steps[1])
+    found: tuple[np.ndarray, np.ndarray] = np.empty_like(steps[1]), np.empty_like(steps[1])
     if mask is None and discount is None:
-        flat = [array.reshape(-1) for array in (*steps, *found)]
+        flat: list[np.ndarray] = [array.reshape(-1) for array in (*steps, *found)]
         _over_slots(gae_kernel, (*flat[:2], after, *flat[2:4], cut, finals, gamma, gae_lambda, *flat[4:]), shape)
     else:
         shown = np.ones(shape, bool) if mask is None else as_numpy(mask)
