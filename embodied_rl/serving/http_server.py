@@ -112,16 +112,12 @@ def _is_address(host_header: str) -> bool:
 
 
 def parse_body(data: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Parsed body; {} if empty. Raises HttpProblem 415 for another content type, 400 for invalid JSON."""
+    """Parsed body; {} if empty. Raises HttpProblem: 415 for another content type; 400 for anything but a JSON object, for NaN, infinite
+    numbers, and nesting beyond `DEEPEST`."""
     if not data:
         return {}
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpProblem(415, "not_json", "Send the body as 'Content-Type: application/json'.")
-    return parse_object(data)
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises HttpProblem 400 for anything else: NaN, infinite numbers, nesting beyond `DEEPEST`."""
     try:
         found = parse_json(data.decode(), finite=True, depth=DEEPEST)
     except ValueError as error:
@@ -198,55 +194,16 @@ class ServerLimits(Limits):
     """Seconds from a request's first byte to its last; large bodies get more."""
 
 
-class _Listening(ThreadingHTTPServer):
-    """A thread for each connection, up to a limit; further ones are refused."""
+class HttpServer(ThreadingHTTPServer):
+    """Listens from construction until `close`, with a thread for each connection, up to a limit; further ones are refused. The threads call
+    the handler in parallel."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], requests: type[BaseHTTPRequestHandler], max_connections: int, full: bytes) -> None:
-        """`full`: complete answer to a connection beyond the limit."""
-        self.full = full
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._places = threading.Semaphore(max_connections)
-        self.connections = set[socket.socket]()
-        super().__init__(address, requests)
-
-    def process_request(self, request: _Connection, client_address: _Address) -> None:
-        assert isinstance(request, socket.socket), "TCP"
-        if self._places.acquire(blocking=False):
-            self.connections.add(request)
-            try:
-                super().process_request(request, client_address)
-            except BaseException:  # no thread could be started: free its slot
-                self.connections.discard(request)
-                self._places.release()
-                raise
-        else:
-            with contextlib.suppress(OSError):
-                request.setblocking(False)
-                request.sendall(self.full)
-                request.shutdown(socket.SHUT_WR)
-                request.recv(2**16)  # closing a connection with unread bytes resets it and loses the answer
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: _Connection, client_address: _Address) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.connections.discard(request)
-            self._places.release()
-
-    def handle_error(self, request: _Connection, client_address: _Address) -> None:
-        pass  # a broken connection is the client's problem
-
-
-class HttpServer:
-    """Listens from construction until `close`. Many threads call the handler in parallel."""
-
     def __init__(
         self,
-        handle: Handler,
+        answer: Handler,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -258,7 +215,7 @@ class HttpServer:
         """Bind and answer in a separate thread.
 
         Args:
-            handle: answers a request; HttpProblem becomes its status and body, UserError 422, anything else 500.
+            answer: answers a request; HttpProblem becomes its status and body, UserError 422, anything else 500.
             host: an address of this machine; `require_token_off_loopback` checks whether others may reach it.
             port: 0 selects a free one.
             admit: raises HttpProblem to refuse a request before its body is read (it sees an empty body).
@@ -268,37 +225,73 @@ class HttpServer:
 
         Raises UserError: the address is not ours, or the port is taken.
         """
-        allowed = limits or ServerLimits()
-
-        class Requests(_Requests):
-            settings = _Settings(handle, admit, allowed, any_host_header, format_problem)
-
+        self.answer, self.admit, self.limits = answer, admit, limits or ServerLimits()
+        self.any_host_header, self.format_problem = any_host_header, format_problem
+        self._full = self._refusal_when_full()
+        self._places = threading.Semaphore(self.limits.max_connections)
+        self._connections = set[socket.socket]()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = _Listening((host, port), Requests, allowed.max_connections, _full(allowed, format_problem))
+            super().__init__((host, port), _Requests)
         except (OSError, OverflowError, ValueError) as error:  # the last two: an impossible port or name
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise UserError(f"Cannot listen on {host}:{port}: {why}. Choose another host= or port= (0 to 65535).") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="http", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
-        return int(self._server.server_address[1])
+        return int(self.server_address[1])
 
     @property
     def url(self) -> str:
         """URL without a final slash."""
-        host = str(self._server.server_address[0])
+        host = str(self.server_address[0])
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def close(self) -> None:
         """Accept no more requests; present ones may finish. May be called twice."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join(5.0)
-        for connection in list(self._server.connections):
+        for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)  # answers can still be sent; kept connections end
+
+    def process_request(self, request: _Connection, client_address: _Address) -> None:
+        assert isinstance(request, socket.socket), "TCP"
+        if self._places.acquire(blocking=False):
+            self._connections.add(request)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread could be started: free its slot
+                self._connections.discard(request)
+                self._places.release()
+                raise
+        else:
+            with contextlib.suppress(OSError):
+                request.setblocking(False)
+                request.sendall(self._full)
+                request.shutdown(socket.SHUT_WR)
+                request.recv(2**16)  # closing a connection with unread bytes resets it and loses the answer
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: _Connection, client_address: _Address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.discard(request)
+            self._places.release()
+
+    def handle_error(self, request: _Connection, client_address: _Address) -> None:
+        pass  # a broken connection is the client's problem
+
+    def _refusal_when_full(self) -> bytes:
+        """Complete answer to a connection beyond the limit."""
+        message = f"{self.limits.max_connections} connections are open, the most of this server; try again soon."
+        body = json.dumps(self.format_problem(HttpProblem(503, "busy", message), "")).encode()
+        head = f"Retry-After: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+        return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n".encode() + body
 
 
 def is_loopback(host: str) -> bool:
@@ -346,13 +339,6 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
     return asked, False
 
 
-def wrong_method(request: HttpRequest, allowed: Iterable[str]) -> HttpProblem:
-    """405 with the methods of the path, in the message and in the header Allow."""
-    methods = sorted(set(allowed))
-    message = f"{request.path[:200]} takes {' and '.join(methods)}, not {request.method}."
-    return HttpProblem(405, "wrong_method", message, choices=methods, headers={"Allow": ", ".join(methods)})
-
-
 def same_token(given: str | None, token: str) -> bool:
     """Compare in a time that does not reveal where they differ."""
     return given is not None and hmac.compare_digest(given.encode(), token.encode())
@@ -366,15 +352,6 @@ def require_token(request: HttpRequest, token: str | None) -> None:
 
 
 # ---- one connection -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Settings:
-    handle: Handler
-    admit: Callable[[HttpRequest], None]
-    limits: ServerLimits
-    any_host_header: bool
-    format_problem: ProblemFormat
 
 
 class _PatientReader(io.RawIOBase):
@@ -391,13 +368,6 @@ class _PatientReader(io.RawIOBase):
         return self._connection.recv_into(buffer)
 
 
-def _full(limits: ServerLimits, format_problem: ProblemFormat) -> bytes:
-    message = f"{limits.max_connections} connections are open, the most of this server; try again soon."
-    body = json.dumps(format_problem(HttpProblem(503, "busy", message), "")).encode()
-    head = f"Retry-After: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
-    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n".encode() + body
-
-
 class _Requests(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.1"  # an unreadable request line is answered with headers too
@@ -405,7 +375,7 @@ class _Requests(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = 2**16  # headers and body leave in one packet
     timeout = _IDLE_CONNECTION_S
-    settings: _Settings
+    server: HttpServer
 
     def setup(self) -> None:
         super().setup()
@@ -454,7 +424,7 @@ class _Requests(BaseHTTPRequestHandler):
         self._path, self._read_whole, self.close_connection = "", False, True
         if not self.rfile.peek(1):
             return
-        self._patient.until = time.monotonic() + self.settings.limits.request_s
+        self._patient.until = time.monotonic() + self.server.limits.request_s
         try:
             answer = self._answer()
         except HttpProblem as problem:
@@ -472,10 +442,10 @@ class _Requests(BaseHTTPRequestHandler):
         try:
             request = self._read()
         except TimeoutError:
-            took = f"{self.settings.limits.request_s:g} s"
+            took = f"{self.server.limits.request_s:g} s"
             raise HttpProblem(408, "too_slow", f"The request did not arrive within {took}; send it again.") from None
         try:
-            return self.settings.handle(request)
+            return self.server.answer(request)
         except HttpProblem:
             raise
         except UserError as error:
@@ -486,7 +456,7 @@ class _Requests(BaseHTTPRequestHandler):
             raise HttpProblem(500, "internal_error", f"The server failed ({type(error).__name__}); see its log.") from error
 
     def _refusal(self, problem: HttpProblem) -> Reply:
-        return Reply(self.settings.format_problem(problem, self._path), problem.status, problem.headers)
+        return Reply(self.server.format_problem(problem, self._path), problem.status, problem.headers)
 
     def _read(self) -> HttpRequest:
         self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
@@ -500,11 +470,11 @@ class _Requests(BaseHTTPRequestHandler):
             )
         headers = checked_headers(self.headers)
         self._read_whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-        if not self.settings.any_host_header:
+        if not self.server.any_host_header:
             require_our_name(headers)
         self._path = path_of(self.path)
         request = HttpRequest(self.command, self._path, headers, {}, self._client_gone)
-        self.settings.admit(request)
+        self.server.admit(request)
         body = self._read_body(headers)
         self._read_whole = True
         return replace(request, body=parse_body(body, headers))
@@ -515,7 +485,7 @@ class _Requests(BaseHTTPRequestHandler):
             raise HttpProblem(411, "length_required", "Send the body with a Content-Length; chunked bodies are not taken.")
         if length is not None and not (length.isascii() and length.isdecimal()):
             raise HttpProblem(400, "bad_request", f"Content-Length must be a number, got '{length[:40]}'.")
-        digits, most = (length or "0").lstrip("0"), int(self.settings.limits.max_body_mb * 2**20)
+        digits, most = (length or "0").lstrip("0"), int(self.server.limits.max_body_mb * 2**20)
         if len(digits) > 18 or int(digits or 0) > most:
             size_text = f"{int(digits):,}" if len(digits) <= 18 else f"a {len(digits)}-digit number of"
             raise HttpProblem(413, "body_too_large", f"The body has {size_text} bytes; this server takes {most:,}.")
@@ -687,14 +657,16 @@ class Routes:
             parts = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"\{(\w+)", path)]
             item = self.document["paths"].setdefault(path.replace(":path", ""), {"parameters": parts} if parts else {})
             item[method.lower()] = described
-        self._patterns = {path: re.compile(_pattern(path)) for path in self._handlers}
+        self._patterns = {path: re.compile(re.sub(r"\{\w+\}", "([^/]+)", re.sub(r"\{\w+:path\}", "(.+)", path))) for path in self._handlers}
 
     def answer(self, request: HttpRequest) -> Reply | EventStream:
         """Answer a request. Raises HttpProblem: unknown path, a method that it lacks, or another body than described."""
         for path, handlers in self._handlers.items():
             if (match := self._patterns[path].fullmatch(request.path)) is not None:
                 if request.method not in handlers:
-                    raise wrong_method(request, handlers)
+                    methods = sorted(handlers)
+                    message = f"{request.path[:200]} takes {' and '.join(methods)}, not {request.method}."
+                    raise HttpProblem(405, "wrong_method", message, choices=methods, headers={"Allow": ", ".join(methods)})
                 handler, schema = handlers[request.method]
                 if schema is not None:
                     check_body(request.body, schema["properties"], schema["required"], self._kind)
@@ -707,7 +679,3 @@ class Routes:
         """Description as YAML, which a browser shows as text: nothing in it loads or runs."""
         written_out = json.loads(json.dumps(self.document))  # routes share parts, which would become aliases
         return Reply(yaml_text(written_out).encode(), content_type="text/plain; charset=utf-8")
-
-
-def _pattern(path: str) -> str:
-    return re.sub(r"\{\w+\}", "([^/]+)", re.sub(r"\{\w+:path\}", "(.+)", path))

@@ -457,7 +457,7 @@ def test_what_is_captured_is_what_training_recomputes(folder: Path, tmp_path: Pa
         for thread in threads:
             thread.join()
         with pytest.raises(RuntimeError, match="no such thing"):
-            proxy._pump.call(lambda backend: (_ for _ in ()).throw(RuntimeError("no such thing")))
+            proxy.shared_backend.call(lambda backend: (_ for _ in ()).throw(RuntimeError("no such thing")))
         proxy.load_weights(6, [])
         chat(proxy, [user("Where is the cup?")], key="later")
     sessions = read_captured(tmp_path)
@@ -556,13 +556,19 @@ class Endless(ScriptedTokens):
         return dict.fromkeys(request_ids, self._so_far)
 
 
+def complete(pump: BackendPump, gone: Callable[[], bool] = lambda: False) -> Completion:
+    *_, last = pump.stream(request(), gone, None)
+    assert isinstance(last, Completion), "it comes last"
+    return last
+
+
 def test_a_client_that_is_gone_aborts_its_request() -> None:
     backend = ScriptedTokens(lambda asked: [1])
     backend.pause()
     pump = BackendPump(backend)
     left: list[bool] = []
     gone: Callable[[], bool] = lambda: left.append(True) or len(left) > 2  # noqa: E731
-    assert pump.complete(request(), gone).finish_reason == "aborted"
+    assert complete(pump, gone).finish_reason == "aborted"
     busy = BackendPump(Endless())
     *_, last = busy.stream(request(), lambda: True)
     assert isinstance(last, Completion), "a client that is gone while tokens come without a pause"
@@ -572,7 +578,7 @@ def test_a_client_that_is_gone_aborts_its_request() -> None:
 
     def wait() -> None:
         try:
-            pump.complete(request())
+            complete(pump)
         except RuntimeError as error:
             waiting.append(error)
 
@@ -585,7 +591,7 @@ def test_a_client_that_is_gone_aborts_its_request() -> None:
     thread.join()
     assert "was closed" in str(waiting[0])
     with pytest.raises(RuntimeError, match="closed"):
-        pump.complete(request())
+        complete(pump)
 
 
 def test_who_comes_in_while_the_pump_closes_is_told() -> None:
@@ -609,7 +615,7 @@ def test_who_comes_in_while_the_pump_closes_is_told() -> None:
     assert busy.wait(240)
     later = [
         threading.Thread(target=wait, args=(ask,), daemon=True)
-        for ask in (lambda: pump.complete(request()), lambda: list(pump.stream(request())), lambda: pump.call(lambda backend: None))
+        for ask in (lambda: complete(pump), lambda: list(pump.stream(request())), lambda: pump.call(lambda backend: None))
     ]
     for thread in later:
         thread.start()
@@ -639,7 +645,7 @@ def test_a_backend_that_dies_when_it_is_asked_is_told(streamed: bool) -> None:
 
     def wait() -> None:
         try:
-            list(pump.stream(request())) if streamed else pump.complete(request())
+            list(pump.stream(request())) if streamed else complete(pump)
         except RuntimeError as error:
             told.append(str(error))
 
@@ -659,5 +665,5 @@ def test_a_backend_that_dies_is_told_to_all_who_wait() -> None:
 
     pump = BackendPump(ScriptedTokens(script))
     with pytest.raises(RuntimeError, match=r"has died \(ArithmeticError: out of luck\)"):
-        pump.complete(request())
+        complete(pump)
     pump.close()

@@ -23,7 +23,7 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving import http_server as web
 from embodied_rl.serving.agents import interfaces
 from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, plain_message
-from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
+from embodied_rl.serving.agents.pump import BackendPump
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
 
 _REWARD = {
@@ -96,9 +96,8 @@ class AgentProxy:
         limits = limits or SessionLimits()
         self._book = SessionBook(limits, open_to_any_key=token is None and web.is_loopback(host))
         self._finished: deque[CapturedSession] = deque()
-        self._pump, self._can_constrain = BackendPump(backend), backend.can_constrain
-        self.shared_backend = SharedBackend(self._pump, backend)
-        """The backend for users other than the proxy, as long as it is open."""
+        self.shared_backend, self._can_constrain = BackendPump(backend), backend.can_constrain
+        """The backend, also for users other than the proxy, as long as it is open."""
         self._routes = web.Routes("embodied_rl agent proxy", self._table(), _PROBLEM)
         try:
             self._server = web.HttpServer(
@@ -112,7 +111,7 @@ class AgentProxy:
                 format_problem=_refusal,
             )
         except BaseException:
-            self._pump.close()
+            self.shared_backend.close()
             raise
         self._closing = threading.Event()
         threading.Thread(target=self._watch, name="session watcher", daemon=True).start()
@@ -124,7 +123,7 @@ class AgentProxy:
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Load weights between two decoding steps; answers in flight continue with them. Raises UserError as the backend does."""
-        self._pump.call(lambda backend: backend.load_weights(version, tensors))
+        self.shared_backend.load_weights(version, tensors)
 
     def open_session(self, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> tuple[str, str]:
         """Open a session for the caller's own program; returns (its name, its key). Raises UserError if there is no room."""
@@ -160,7 +159,7 @@ class AgentProxy:
         """Stop answering; open sessions with turns are finished, as ended by ``close``."""
         self._closing.set()
         self._server.close()
-        self._pump.close()
+        self.shared_backend.close()
         for session in list(self._book.sessions.values()):
             self._finish(session, "close")
 
@@ -270,7 +269,7 @@ class AgentProxy:
                 return
             prompt, (request,) = self._asked(session, chat)
             stream = interface.stream(chat, name, model, stop, len(prompt.token_ids))
-            for found in self._stream_of(request, stop, gone):
+            for found in self._stream_of(request, stop, gone, grows=True):
                 if isinstance(found, Completion):
                     answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, name)
                     if not begun:
@@ -289,8 +288,11 @@ class AgentProxy:
         finally:
             session.release()
 
-    def _stream_of(self, request: GenerationRequest, stop: StopTexts, gone: Callable[[], bool]) -> Iterator[list[int] | Completion]:
-        """Tokens as they grow, then the completion, cut after the first stop text; the backend stops soon after that text."""
+    def _stream_of(
+        self, request: GenerationRequest, stop: StopTexts, gone: Callable[[], bool], grows: bool
+    ) -> Iterator[list[int] | Completion]:
+        """Tokens as they grow, then the completion, cut after the first stop text; the backend stops soon after that text. `grows` False:
+        tokens are only looked at for stop texts."""
         num_seen = 0
 
         def enough(tokens: list[int]) -> bool:
@@ -298,7 +300,7 @@ class AgentProxy:
             seen, num_seen = num_seen, len(tokens)
             return bool(stop.texts) and stop.reached(tokens, seen)
 
-        with closing(self._pump.stream(request, gone, enough)) as pieces, _refused():
+        with closing(self.shared_backend.stream(request, gone, enough if grows or stop.texts else None)) as pieces, _refused():
             for found in pieces:
                 yield stop.cut(found) if isinstance(found, Completion) else found
 
@@ -349,12 +351,9 @@ class AgentProxy:
         stop = self._stop_texts(chat)
 
         def complete(request: GenerationRequest) -> Completion:
-            if stop.texts:
-                *_, last = self._stream_of(request, stop, gone)
-                assert isinstance(last, Completion), "a stream ends with it"
-                return self._whole(last)
-            with _refused():
-                return self._whole(self._pump.complete(request, gone))
+            *_, last = self._stream_of(request, stop, gone, grows=False)
+            assert isinstance(last, Completion), "a stream ends with it"
+            return self._whole(last)
 
         if len(requests) == 1:
             completions = [complete(requests[0])]
@@ -364,12 +363,6 @@ class AgentProxy:
         stop_ids = requests[0].stop_ids
         names = [name if index == 0 else f"{name}:{index}" for index in range(len(requests))]
         return [self._kept(session, chat, prompt, found, stop_ids, names[index], index) for index, found in enumerate(completions)]
-
-    def _prompt(self, session: Session, chat: ChatRequest) -> Prompt:
-        try:
-            return session.prompt(chat.messages, chat.tools, self._tokenizer)
-        except UserError as error:
-            raise web.HttpProblem(400, "invalid_request", str(error)) from error
 
     def _stop_texts(self, chat: ChatRequest) -> StopTexts:
         return StopTexts(chat.stop, self._decoded)
@@ -385,8 +378,8 @@ class AgentProxy:
 
     def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, list[GenerationRequest]]:
         """Prompt of a chat, and a request to the backend for each choice."""
-        with self._tokenizer_lock:
-            prompt = self._prompt(session, chat)
+        with self._tokenizer_lock, _refused():
+            prompt = session.prompt(chat.messages, chat.tools, self._tokenizer)
             if chat.forced:
                 prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, self._tokenizer.encode(chat.forced)]))
             # In a structure a stop token may only come at the end, so there texts are only looked for.

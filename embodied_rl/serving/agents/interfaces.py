@@ -158,7 +158,9 @@ class Interface(ABC):
         """An answer that is not streamed."""
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        return openai_error(problem)
+        """A refusal in OpenAI's form, with our kind as ``code``."""
+        kind = _error_type(problem.status, "server_error")
+        return {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.kind, "choices": problem.choices}}
 
     def broken(self, problem: HttpProblem) -> bytes:
         """Last event of a stream whose answer failed."""
@@ -171,11 +173,10 @@ def sse(data: Mapping[str, Any], event: str | None = None) -> bytes:
     return named + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-def openai_error(problem: HttpProblem) -> dict[str, Any]:
-    """A refusal in OpenAI's form, with our kind as ``code``."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    return {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.kind, "choices": problem.choices}}
+def _error_type(status: int, of_server: str) -> str:
+    """Word for a status in both companies' interfaces; `of_server`: the one for 500 and above."""
+    known = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return known.get(status, "invalid_request_error" if status < 500 else of_server)
 
 
 # ---- OpenAI's chat completions --------------------------------------------------------------------------------------
@@ -525,7 +526,6 @@ def _call_item(completion_id: str, number: int, call: Mapping[str, Any]) -> dict
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 class _MessageStream(AnswerStream):
@@ -594,7 +594,7 @@ class Messages(Interface):
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
         _require_utf8(body)
-        choice = body.get("tool_choice") or {"type": "auto"}
+        choice, form = body.get("tool_choice") or {"type": "auto"}, (body.get("output_config") or {}).get("format")
         kind = choice.get("type")
         if kind not in (*_CHOICES, "tool"):
             raise bad(f"'tool_choice' must be {{'type': …}}, got {choice!r:.80}.", choices=[*_CHOICES, "tool"])
@@ -605,7 +605,7 @@ class Messages(Interface):
             tools=tools,
             top_k=body.get("top_k") or 0,
             stop=stop_texts(body, "stop_sequences"),
-            **constraints(asked, tools, self._schema(body.get("output_config") or {}), not choice.get("disable_parallel_tool_use")),
+            **constraints(asked, tools, schema_of(form, "output_config.format"), not choice.get("disable_parallel_tool_use")),
             **sampling(body, "max_tokens"),
         )
 
@@ -617,7 +617,7 @@ class Messages(Interface):
         return {**_message_head(answer.completion_id, answer.model), "content": blocks, **_message_end(answer), "usage": usage}
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+        kind = "request_too_large" if problem.status == 413 else _error_type(problem.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": problem.message, "code": problem.kind, "choices": problem.choices}}
 
     def broken(self, problem: HttpProblem) -> bytes:
@@ -637,15 +637,6 @@ class Messages(Interface):
             for tool in tools
         ]
         return tuple({"type": "function", "function": function} for function in described)
-
-    def _schema(self, config: Mapping[str, Any]) -> object:
-        """JSON schema of ``output_config``; None: any text."""
-        form = config.get("format")
-        if form is None:
-            return None
-        if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-            raise bad(f"'output_config.format' must be {{'type': 'json_schema', 'schema': …}}, got {form!r:.80}.")
-        return form["schema"]
 
     def _messages(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         found, messages = [], body["messages"]

@@ -36,8 +36,8 @@ class _Call:
     future: Future[Any]
 
 
-class BackendPump:
-    """Makes every call of a backend in its own thread, so that a single-threaded backend serves any number of threads.
+class BackendPump(TokenCache):
+    """Makes every call of a backend in its own thread, so that a single-threaded backend serves any number of threads, and its trainer.
 
     The backend stays its owner's: `close` does not close it.
     """
@@ -55,27 +55,20 @@ class BackendPump:
         self._thread = threading.Thread(target=self._run, name="token pump", daemon=True)
         self._thread.start()
 
-    def complete(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Completion:
-        """Wait for the answer to one request (its id is replaced by one of ours).
-
-        `gone`: checked now and then; True aborts the request.
-
-        Raises UserError: the backend cannot fulfil the request; RuntimeError: the pump was closed, or the backend has died.
-        """
-        *_, last = self.stream(request, gone, None)
-        assert isinstance(last, Completion), "it comes last"
-        return last
-
     def stream(
         self,
         request: GenerationRequest,
         gone: Callable[[], bool] = lambda: False,
         enough: Callable[[list[int]], bool] | None = lambda tokens: False,
     ) -> Generator[list[int] | Completion]:
-        """As `complete`, during the answer: repeatedly its token ids so far, if the backend reports them; then the completion.
+        """Answer one request (its id is replaced by one of ours): repeatedly its token ids so far, if the backend reports them; then the
+        completion.
 
-        The request is aborted once `enough` is True for the tokens so far, or the caller closes the generator. `enough` None: there is only
-        the completion. Raises as `complete`.
+        Args:
+            gone: checked now and then; True aborts the request, as closing the generator does.
+            enough: aborts the request once it is True for the tokens so far. None: there is only the completion.
+
+        Raises UserError: the backend cannot fulfil the request; RuntimeError: the pump was closed, or the backend has died.
         """
         number = next(self._ids)
         arriving: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -120,6 +113,35 @@ class BackendPump:
             return future.result()
         except CancelledError:
             raise RuntimeError("The proxy was closed while a request waited for its backend.") from None
+
+    # ---- the backend's weights and cache ----------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        return self._backend.version
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`; requests in flight continue with the new weights."""
+        self.call(lambda backend: backend.load_weights(version, tensors))
+
+    @property
+    def can_free_memory(self) -> bool:
+        return self._backend.can_free_memory
+
+    @property
+    def device(self) -> object:
+        return self._backend.device
+
+    @property
+    def cache_bytes(self) -> int:
+        return int(self.call(lambda backend: backend.cache_bytes))
+
+    def release_memory(self) -> int:
+        return int(self.call(lambda backend: backend.release_memory()))
+
+    def restore_memory(self) -> None:
+        self.call(lambda backend: backend.restore_memory())
 
     def close(self) -> None:
         """End the thread; waiting callers get a RuntimeError. May be called twice."""
@@ -220,37 +242,3 @@ def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
-
-
-class SharedBackend(TokenCache):
-    """A pump's backend for the trainer that owns the weights while programs use it: the pump's thread makes each call between two polls."""
-
-    def __init__(self, pump: BackendPump, backend: TokenBackend) -> None:
-        self._pump, self._backend = pump, backend
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample now."""
-        return self._backend.version
-
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; requests in flight continue with the new weights."""
-        self._pump.call(lambda backend: backend.load_weights(version, tensors))
-
-    @property
-    def can_free_memory(self) -> bool:
-        return self._backend.can_free_memory
-
-    @property
-    def device(self) -> object:
-        return self._backend.device
-
-    @property
-    def cache_bytes(self) -> int:
-        return int(self._pump.call(lambda backend: backend.cache_bytes))
-
-    def release_memory(self) -> int:
-        return int(self._pump.call(lambda backend: backend.release_memory()))
-
-    def restore_memory(self) -> None:
-        self._pump.call(lambda backend: backend.restore_memory())
