@@ -172,14 +172,14 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
 
 def sandbox() -> Check:
     """Protection that confines programs of models."""
-    from embodied_rl.sandbox import box, cgroup
+    from embodied_rl.sandbox import box, supervisor
 
     found = box.strongest()
     if found is None:
         return Check("machine", "sandbox", "failed", f"programs cannot be run: {box.failure('prlimit')}"[:160], "run on Linux")
     stopped = sum(found in attack.stopped for attack in box.ATTACKS)
     detail = f"{found}: stops {stopped} of {len(box.ATTACKS)} attacks (docs/sandbox.md)"
-    detail += f"; processor time is counted by {'cgroup' if cgroup.works() else '/proc'}"
+    detail += f"; processor time is counted by {'cgroup' if supervisor.has_groups() else '/proc'}"
     better = box.LEVELS[: box.LEVELS.index(found)]
     if better:
         detail += f"; not {better[-1]}: {box.failure(better[-1])[:80]}"

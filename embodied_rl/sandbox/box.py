@@ -1,6 +1,6 @@
 """Programs in a sandbox: their rights and limits, how Python code of a model runs, and what each level of protection stops.
 
-`protection_table` makes the table in docs/sandbox.md, and `tests/sandbox` runs a program for each of its cells.
+`ATTACKS` is the table in docs/sandbox.md, and `tests/sandbox` runs a program for each of its cells.
 """
 
 from __future__ import annotations
@@ -384,15 +384,6 @@ ATTACKS = (
     Attack("outlive", "leaves a process behind, in its own session", _ALL),
     Attack("orphan", "goes on after our process was killed with SIGKILL", _ALL),
 )
-
-
-def protection_table() -> str:
-    """Markdown table of attacks and the levels that stop them."""
-    rows = ["| A program that … | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * (len(LEVELS) + 1) + "|"]
-    for attack in ATTACKS:
-        cells = ["stopped" if level in attack.stopped else "**not stopped**" for level in LEVELS]
-        rows.append(f"| {attack.label} | {' | '.join(cells)} |")
-    return "\n".join(rows)
 
 
 _PROBE = """

@@ -15,7 +15,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 24, 36, 38, 47
+_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 24, 36, 38, 47
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 
 X86_64, AARCH64 = 0xC000003E, 0xC00000B7
@@ -83,11 +83,6 @@ def prctl(*arguments: int) -> None:
         raise failed("prctl")
 
 
-def unshare(flags: int) -> None:
-    """Enter new namespaces. Raises OSError: the kernel grants none."""
-    call("unshare", flags)
-
-
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount a file system. Raises OSError."""
     if _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None):
@@ -118,16 +113,6 @@ def end_with_parent(parent: int = 0) -> None:
     prctl(_PR_SET_PDEATHSIG, 9)
     if os.getppid() != parent:
         os._exit(137)
-
-
-def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process."""
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def gain_nothing() -> None:
-    """Let no program started from here on gain more rights than this process."""
-    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def bound_capabilities(kept: int | None = None) -> None:

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 
-from embodied_rl.sandbox import cgroup, kernel, landlock, namespaces, seccomp, supervisor
+from embodied_rl.sandbox import kernel, landlock, namespaces, seccomp, supervisor
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ _MORE_PROCESSES = 8
 
 def main(spec: Spec) -> str:
     """Run the program. Returns only in the program's process: the source of the Python program to run there."""
-    kernel.adopt_orphans()
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     inside = spec["level"] == "namespaces"
     ready, tell = os.pipe()
     go, let_go = os.pipe()
-    me, group = os.getpid(), cgroup.new_group()
+    me, group = os.getpid(), supervisor.new_group()
     launched = os.fork()
     if not launched:
         os.close(ready)
@@ -173,7 +173,7 @@ def _give_up_rights(spec: Spec, as_nobody: bool) -> None:
         os.setresgid(namespaces.UID_NOBODY, namespaces.UID_NOBODY, namespaces.UID_NOBODY)
         os.setresuid(namespaces.UID_NOBODY, namespaces.UID_NOBODY, namespaces.UID_NOBODY)
     kernel.set_capabilities(kept)
-    kernel.gain_nothing()
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # no program started from here on gains more rights than this process
 
 
 def _filter(spec: Spec) -> list[seccomp.Instruction]:

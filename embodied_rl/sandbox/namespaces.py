@@ -24,7 +24,7 @@ _MAX_FILES = 16384
 def enter(*, network: bool) -> None:
     """Enter new namespaces. Raises OSError if the kernel grants none. `network`: keep the present network."""
     ours = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP
-    kernel.unshare(kernel.CLONE_NEWUSER | ours | (0 if network else kernel.CLONE_NEWNET))
+    kernel.call("unshare", kernel.CLONE_NEWUSER | ours | (0 if network else kernel.CLONE_NEWNET))
 
 
 def map_users(process: int) -> bool:

@@ -1,4 +1,10 @@
-"""Combined usage of a program and its descendants, read from /proc, and their end. For the launching process, so it imports little."""
+"""Combined usage of a program and its descendants, from /proc and a control group, and their end. For the launching process, so it imports
+little.
+
+Each program gets a control group (version 2) of its own if this process may make one. Without a group, the supervisor adds up /proc and the
+kernel's accounts of ended children, which omit children of parents that ignore SIGCHLD. A group needs no controller: every group has
+`cpu.stat`, and `cgroup.kill` from Linux 5.14 on.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,13 @@ import signal
 import stat
 import time
 
+from embodied_rl.sandbox import kernel
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from embodied_rl.sandbox.box import Spec
-    from embodied_rl.sandbox.cgroup import Group
 
+_GROUP = "embodied-sandbox-"
 _INTERVAL_S = 0.05
 _FORGET_S = 1.0
 """Seconds after which a foreign process number is looked up anew, because numbers are reused."""
@@ -24,6 +32,68 @@ _MAX_DEPTH = 256
 _SOCKET_BYTES = 224 * 1024
 """Kernel memory that a full socket holds, at Linux's default buffers."""
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
+
+
+class Group:
+    """An empty group below this process's own."""
+
+    def __init__(self, folder: str) -> None:
+        """Make the group. Raises OSError if that is impossible."""
+        self._folder = folder
+        os.mkdir(folder)
+
+    def enter(self) -> None:
+        """Move the calling process, whose children follow. Raises OSError."""
+        kernel.write(f"{self._folder}/cgroup.procs", "0")
+
+    def used_s(self) -> float:
+        """Processor seconds of all processes that ran in it."""
+        with open(f"{self._folder}/cpu.stat", "rb") as file:
+            return int(file.readline().split()[1]) / 1e6
+
+    def kill(self) -> None:
+        """Kill all processes in it at once."""
+        try:
+            kernel.write(f"{self._folder}/cgroup.kill", "1")
+        except OSError:  # an older kernel: end them one by one
+            return
+
+    def remove(self) -> None:
+        """Remove the group once nothing runs in it."""
+        try:
+            os.rmdir(self._folder)
+        except OSError:
+            return
+
+
+def new_group() -> Group | None:
+    """A new group for one program; None if this process may not make any."""
+    try:
+        own = next(line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
+        mount = next(words[1] for words in map(str.split, _lines("/proc/self/mounts")) if words[2] == "cgroup2")
+        folder = f"{mount}/{own.strip('/')}".rstrip("/")
+        # A process could not be moved out of a group that is not ours.
+        if not os.access(f"{folder}/cgroup.procs", os.W_OK):
+            return None
+        group = Group(f"{folder}/{_GROUP}{os.getpid()}")
+        group.used_s()
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    return group
+
+
+def has_groups() -> bool:
+    """Whether each program gets its own group here."""
+    group = new_group()
+    if group is None:
+        return False
+    group.remove()
+    return True
+
+
+def _lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().splitlines()
 
 
 class Tree:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from embodied_rl.sandbox import cgroup, landlock
+from embodied_rl.sandbox import landlock, supervisor
 from embodied_rl.sandbox.box import (
     ATTACKS,
     LEVELS,
@@ -27,7 +27,6 @@ from embodied_rl.sandbox.box import (
     ProgramEnd,
     PythonLimits,
     failure,
-    protection_table,
     run_boxed,
     run_program,
 )
@@ -85,7 +84,7 @@ def test_what_a_program_uses(name: str, level: Level, tmp_path: Path, monkeypatc
 def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -> None:
     """Their times are in no account of /proc: the parent ignores SIGCHLD."""
     need(level)
-    if not cgroup.works():
+    if not supervisor.has_groups():
         pytest.skip("no control group can be made here")
     code = (
         "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    if not os.fork():\n"
@@ -93,11 +92,11 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -
     )
     ended = run_boxed(code, replace(PythonLimits(timeout_s=240.0).box(level, network=False), cpu_s=0.4))
     assert "processor time" in ended.stopped, ended
-    group = cgroup.new_group()
+    group = supervisor.new_group()
     assert group is not None
     assert group.used_s() == 0.0
     group.remove()
-    assert cgroup.works(), "it was removed: there is room for another of this process"
+    assert supervisor.has_groups(), "it was removed: there is room for another of this process"
 
 
 def test_limits_count_while_children_end_all_the_time() -> None:
@@ -116,7 +115,7 @@ def test_limits_count_while_children_end_all_the_time() -> None:
 @pytest.mark.parametrize("which", ["reached", pytest.param("all", marks=pytest.mark.slow)])
 def test_it_holds_for_an_ordinary_user_too(which: str) -> None:
     nobody: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/", "stdout": subprocess.PIPE}
-    environment = {"PATH": os.defpath, "PYTHONPATH": str(Path(cgroup.__file__).parents[2]), "HOME": "/tmp"}
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(Path(supervisor.__file__).parents[2]), "HOME": "/tmp"}
     imports = "import tomllib, tests.sandbox.attacks"
     for python in (sys.executable, shutil.which("python3", path=os.defpath) or ""):
         try:
@@ -238,5 +237,9 @@ def test_what_programs_may_use_works_at_every_level() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
+    rows = ["| A program that … | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * (len(LEVELS) + 1) + "|"]
+    for attack in ATTACKS:
+        cells = ["stopped" if level in attack.stopped else "**not stopped**" for level in LEVELS]
+        rows.append(f"| {attack.label} | {' | '.join(cells)} |")
     page = Path(__file__).parents[2] / "docs" / "sandbox.md"
-    assert protection_table() in page.read_text(encoding="utf-8")
+    assert "\n".join(rows) in page.read_text(encoding="utf-8")
