@@ -112,7 +112,6 @@ class Prompts:
         self.opening = functools.lru_cache(_OPENINGS)(self._opening)
         self._following = functools.lru_cache(_MESSAGES)(self._behind)
         self._check_room(max_context)
-        self.begin()  # raises UserError now for an unusable template
 
     def _check_room(self, max_context: int) -> None:
         """Raise UserError if the text around an observation fills every prompt."""
@@ -130,9 +129,6 @@ class Prompts:
             f"{said} too few for a prompt: agent.system, agent.template, the tool descriptions and the model's chat template need "
             f"{needed} with an observation of one letter. Raise the limit, or shorten these texts."
         )
-
-    def begin(self) -> Conversation:
-        return Conversation(self)
 
     def message(self, observation: str, step: int, *, memory: str = "", summary: str = "") -> str:
         return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
@@ -370,7 +366,7 @@ class Agent:
         return self.image_inputs.show(prompt, seen, self.prompts.limit)
 
     def begin(self) -> Conversation:
-        return self.prompts.begin()
+        return Conversation(self.prompts)
 
     def budget(self) -> ToolBudget:
         """Budget of tool calls for a new episode."""
@@ -416,6 +412,3 @@ class Agent:
         config = self.config
         text = f"<{config.tag}>{action}</{config.tag}>" if config.answer == "tag" else action
         return [*(int(token) for token in self.tokenizer.encode(text)), *self.stop_ids[:1]]
-
-    def penalty(self, parsed: ParsedAction) -> float:
-        return self.config.invalid_penalty if isinstance(parsed, InvalidAction) else 0.0

@@ -104,11 +104,8 @@ class InvalidAction:
 
     reason: Reason
     answer: str
-
-    @property
-    def text(self) -> str:
-        """Text for the simulator."""
-        return ""
+    text = ""
+    """Text for the simulator."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +113,8 @@ class ToolRequest:
     """An answer that calls tools; the simulator gets nothing and waits."""
 
     calls: tuple[AnyCall, ...]
-
-    @property
-    def text(self) -> str:
-        """Text for the simulator: empty until the tools have answered."""
-        return ""
+    text = ""
+    """Text for the simulator: empty until the tools have answered."""
 
 
 ParsedAction = ValidAction | InvalidAction | ToolRequest

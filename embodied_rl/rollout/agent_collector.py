@@ -346,7 +346,7 @@ class AgentCollector(SlotPump[_Playing]):
                 version=completion.version,
                 answer=answered.answer.text,
                 parsed=answered.answer.parsed,
-                reward=reward - self.agent.penalty(answered.answer.parsed),
+                reward=reward - (self.agent.config.invalid_penalty if isinstance(answered.answer.parsed, InvalidAction) else 0.0),
                 game_reward=reward,
                 dropped=answered.prompt.dropped,
                 images=answered.prompt.images,

@@ -42,6 +42,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text import program
+from embodied_rl.sim.text.program_worker import episode_variables
 from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
 from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeSummary
@@ -204,7 +205,8 @@ class ProgramRunner:
         if self._pool is not None:
             return self._pool.begin(line)
         words = self.options.words(line["task"], line["seed"], self.model)
-        return program.RunningProgram(words, program.program_environment(self.options, line), self.options.timeout_s, self._box)
+        env = {**program.lasting_environment(self.options, self.proxy.base_url, self.model), **episode_variables(line)}
+        return program.RunningProgram(words, env, self.options.timeout_s, self._box)
 
     def _finish(self, one: _Running, *, late: bool) -> Played:
         del self._running[one.tag]

@@ -57,11 +57,11 @@ def make(
     require_known(protocol, PROTOCOLS, f"sim.kwargs.protocol='{protocol}' is not a choice.")
     client = JsonClient(url, token=os.environ.get(token_env), patience=Patience(attempt_s=attempt_s, deadline_s=deadline_s))
     if protocol == "rock":
-        from embodied_rl.sim.text.gem import make_rock
+        from embodied_rl.sim.text.gem import RockSim
 
         if sim_kwargs:
             raise UserError("sim.kwargs.sim_kwargs is not for protocol=rock: its make takes only the environment's id.")
-        return make_rock(client, task, num_envs, **kwargs)
+        return RockSim(client, task, num_envs, **kwargs)
     if kwargs:
         names = ["url", "sim", "task", "protocol", "sim_kwargs", "token_env", "attempt_s", "deadline_s", "start_timeout_s"]
         raise UserError(f"sim.kwargs.{min(kwargs)} is not known; the simulator's own go into sim_kwargs.{did_you_mean(min(kwargs), names)}")

@@ -149,7 +149,7 @@ def test_a_long_conversation_is_looked_up_in_one_pass() -> None:
     assert history_keys([{"role": "user", "content": "0"}, messages[1]], None)[-1] != keys[1], "but a message is another"
     assert history_keys(messages[:2], [{"function": {"name": "look"}}])[-1] != keys[1]
     tokenizer: Any = SimpleNamespace(chat=lambda messages, tools: np.arange(len(messages)))
-    assert Session("long").prompt(messages, None, tokenizer).parent is None
+    assert Session("long").prompt(messages, None, tokenizer)[1] is None
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_template(tokenizer: ChatTokenizer) -> None:

@@ -24,7 +24,7 @@ from embodied_rl.serving import http_server as web
 from embodied_rl.serving.agents import interfaces
 from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, plain_message
 from embodied_rl.serving.agents.pump import BackendPump
-from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
+from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn, Session, SessionBook, SessionLimits, SessionSampling
 
 _REWARD = {
     "reward": {**web.NUMBER, "minimum": -(10**12), "maximum": 10**12},
@@ -242,8 +242,8 @@ class AgentProxy:
     def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
         """Token count of a prompt, for Anthropic's clients; nothing is sampled or kept."""
         session = self._session_of_key(request.key)
-        prompt, _ = self._asked(session, interfaces.Messages().read(request.body, session.recall))
-        return web.Reply({"input_tokens": len(prompt.token_ids)})
+        _, (asked, *_) = self._asked(session, interfaces.Messages().read(request.body, session.recall))
+        return web.Reply({"input_tokens": len(asked.prompt_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
         """The request without what the backend cannot do. Raises HttpProblem 400 if that would change its meaning."""
@@ -267,11 +267,11 @@ class AgentProxy:
                     yield from choice.end(answer)
                 yield from choice.done(answers)
                 return
-            prompt, (request,) = self._asked(session, chat)
-            stream = interface.stream(chat, name, model, stop, len(prompt.token_ids))
+            parent, (request,) = self._asked(session, chat)
+            stream = interface.stream(chat, name, model, stop, len(request.prompt_ids))
             for found in self._stream_of(request, stop, gone, grows=True):
                 if isinstance(found, Completion):
-                    answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, name)
+                    answer = self._kept(session, chat, parent, request, self._whole(found), name)
                     if not begun:
                         yield from stream.begin()
                     yield from stream.end(answer)
@@ -347,7 +347,7 @@ class AgentProxy:
 
     def _sample(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> list[interfaces.ChatAnswer]:
         """Sample all choices in parallel and capture them in their order, as `name`, `name`:1, …"""
-        prompt, requests = self._asked(session, chat)
+        parent, requests = self._asked(session, chat)
         stop = self._stop_texts(chat)
 
         def complete(request: GenerationRequest) -> Completion:
@@ -360,9 +360,7 @@ class AgentProxy:
         else:
             with ThreadPoolExecutor(len(requests), "choice") as threads:
                 completions = list(threads.map(complete, requests))
-        stop_ids = requests[0].stop_ids
-        names = [name if index == 0 else f"{name}:{index}" for index in range(len(requests))]
-        return [self._kept(session, chat, prompt, found, stop_ids, names[index], index) for index, found in enumerate(completions)]
+        return [self._kept(session, chat, parent, requests[0], found, name, index) for index, found in enumerate(completions)]
 
     def _stop_texts(self, chat: ChatRequest) -> StopTexts:
         return StopTexts(chat.stop, self._decoded)
@@ -376,19 +374,20 @@ class AgentProxy:
         found = self._tokenizer.encode(text).tolist()
         return found if len(found) == 1 and self._tokenizer.decode(found, skip_special_tokens=False) == text else []
 
-    def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, list[GenerationRequest]]:
-        """Prompt of a chat, and a request to the backend for each choice."""
+    def _asked(self, session: Session, chat: ChatRequest) -> tuple[int | None, list[GenerationRequest]]:
+        """Turn that a chat continues (see `Session.prompt`), and a request to the backend for each choice."""
         with self._tokenizer_lock, _refused():
-            prompt = session.prompt(chat.messages, chat.tools, self._tokenizer)
+            prompt_ids, parent = session.prompt(chat.messages, chat.tools, self._tokenizer)
             if chat.forced:
-                prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, self._tokenizer.encode(chat.forced)]))
+                prompt_ids = np.concatenate([prompt_ids, self._tokenizer.encode(chat.forced)])
             # In a structure a stop token may only come at the end, so there texts are only looked for.
             texts = chat.stop if chat.structure is None else ()
             stop_ids = (*self._options.stop_ids, *(token for text in texts for token in self._stop_ids(text)))
-        requests = [self._request(session, chat, prompt, stop_ids, number) for number in range(chat.num_choices)]
-        return prompt, requests
+        return parent, [self._request(session, chat, prompt_ids, stop_ids, number) for number in range(chat.num_choices)]
 
-    def _request(self, session: Session, chat: ChatRequest, prompt: Prompt, stop_ids: tuple[int, ...], number: int) -> GenerationRequest:
+    def _request(
+        self, session: Session, chat: ChatRequest, prompt_ids: np.ndarray, stop_ids: tuple[int, ...], number: int
+    ) -> GenerationRequest:
         """Request for choice `number`. A client's seed is that of the first choice; later choices get seeds derived from it."""
         asked_seed = chat.seed
         if chat.seed is not None and number > 0:
@@ -403,7 +402,7 @@ class AgentProxy:
         temperature, top_p, top_k, seed = asked
         return GenerationRequest(
             request_id=0,
-            prompt_ids=prompt.token_ids,
+            prompt_ids=prompt_ids,
             max_new_tokens=min(chat.max_new_tokens or options.max_new_tokens, options.max_new_tokens),
             temperature=temperature,
             top_p=top_p,
@@ -434,21 +433,35 @@ class AgentProxy:
         self,
         session: Session,
         chat: ChatRequest,
-        prompt: Prompt,
+        parent: int | None,
+        request: GenerationRequest,
         completion: Completion,
-        stop_ids: tuple[int, ...],
-        completion_id: str,
+        name: str,
         index: int = 0,
     ) -> interfaces.ChatAnswer:
+        """Choice `index` of the answer `name`, as it was captured."""
+        completion_id = name if index == 0 else f"{name}:{index}"
         sampled, stop = completion.token_ids, self._stop_texts(chat)
-        text = chat.forced + self._text(sampled, stop_ids)
+        text = chat.forced + self._text(sampled, request.stop_ids)
         stop_text = stop.first(text)
         if stop_text is None and len(sampled):
             with self._tokenizer_lock:
                 stop_text = next((one for one in chat.stop if int(sampled[-1]) in self._stop_ids(one)), None)
         message = interfaces.answer_message(stop.before(text), chat.tools)
         plain = plain_message(message, 0)
-        session.add(completion_id, prompt, completion, chat.messages, plain, chat.tools, chat.structure, stop_ids)
+        turn = CapturedTurn(
+            completion_id=completion_id,
+            parent=parent,
+            prompt_ids=request.prompt_ids,
+            sampled_ids=sampled,
+            log_prob=completion.log_prob,
+            sampling_log_prob=completion.sampling_log_prob,
+            version=completion.version,
+            finish_reason=completion.finish_reason,
+            structure=chat.structure,
+            stop_ids=() if chat.structure is None else request.stop_ids,
+        )
+        session.add(turn, (*chat.messages, plain), chat.tools)
         if chat.recalled_from is not None:
             session.remember(completion_id, (*chat.messages[chat.recalled_from :], plain))
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
@@ -457,7 +470,7 @@ class AgentProxy:
             self._options.model,
             message,
             reason,
-            len(prompt.token_ids),
+            len(request.prompt_ids),
             len(sampled),
             self._logprobs(completion) if chat.logprobs else None,
             index,

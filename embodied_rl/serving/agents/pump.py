@@ -208,18 +208,12 @@ class BackendPump(TokenCache):
             self._num_sent.pop(completion.request_id, None)
             if future is not None:
                 future.set_result(completion)
-        self._tell()
-        if not completions:
-            time.sleep(0.001)  # a paused backend answers at once
-
-    def _tell(self) -> None:
-        """Forward the tokens so far of streamed requests."""
-        if not self._watched:
-            return
-        for number, tokens in self._backend.sampled_so_far(list(self._watched)).items():
+        for number, tokens in self._backend.sampled_so_far(list(self._watched)).items() if self._watched else ():
             if len(tokens) > self._num_sent.get(number, 0):
                 self._num_sent[number] = len(tokens)
                 self._watched[number].put(tokens)
+        if not completions:
+            time.sleep(0.001)  # a paused backend answers at once
 
     def _drop_all(self) -> None:
         for future in self._in_flight.values():

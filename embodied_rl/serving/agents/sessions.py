@@ -19,7 +19,6 @@ import numpy as np
 
 from embodied_rl.errors import Limits, UserError
 from embodied_rl.files import next_free, write_atomic
-from embodied_rl.generation.tokens import Completion
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.reading import parse_json, read_regular
 from embodied_rl.serving.http_server import HttpProblem
@@ -218,16 +217,6 @@ _MARK = "\u2402turn\u2403"
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Model's input for one request."""
-
-    token_ids: np.ndarray
-    """[P] int64"""
-    parent: int | None
-    """Turn whose prompt and sampled tokens begin these tokens, unchanged."""
-
-
-@dataclass(frozen=True)
 class SessionSampling:
     """Sampling of every answer of a session, whatever its program requests, because training must know the distribution."""
 
@@ -293,8 +282,11 @@ class Session:
             self.in_flight -= 1
             self.last_used = time.monotonic()
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, tokenizer: ChatTokenizer) -> Prompt:
-        """Token ids of a request: those of the longest earlier conversation that its messages extend, unchanged, then the new part.
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, tokenizer: ChatTokenizer
+    ) -> tuple[np.ndarray, int | None]:
+        """([P] token ids of a request: those of the longest earlier conversation that its messages extend, unchanged, then the new part;
+        the number of that conversation's last turn).
 
         If the template hides the position of an earlier answer, or the messages extend none, everything is tokenised anew and a new
         conversation begins. Raises UserError: the template refuses the messages.
@@ -306,37 +298,15 @@ class Session:
             turn = self._turns[number]
             added = added_text(messages, length, tools, tokenizer, turn)
             if added is not None:
-                return Prompt(np.concatenate([turn.token_ids, tokenizer.encode(added)]), number)
-        return Prompt(tokenizer.chat(messages, tools=tools), None)
+                return np.concatenate([turn.token_ids, tokenizer.encode(added)]), number
+        return tokenizer.chat(messages, tools=tools), None
 
-    def add(
-        self,
-        completion_id: str,
-        prompt: Prompt,
-        completion: Completion,
-        messages: Sequence[Mapping[str, Any]],
-        answer: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] | None,
-        structure: str | None = None,
-        stop_ids: tuple[int, ...] = (),
-    ) -> None:
-        """Store an answer and its constraint. `answer`: the message as the client will send it back, after `plain_message`."""
-        turn = CapturedTurn(
-            completion_id=completion_id,
-            parent=prompt.parent,
-            prompt_ids=prompt.token_ids,
-            sampled_ids=completion.token_ids,
-            log_prob=completion.log_prob,
-            sampling_log_prob=completion.sampling_log_prob,
-            version=completion.version,
-            finish_reason=completion.finish_reason,
-            structure=structure,
-            stop_ids=() if structure is None else stop_ids,
-        )
+    def add(self, turn: CapturedTurn, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Store an answer. `messages`: its conversation, itself included as the client will send it back, after `plain_message`."""
         with self._lock:
             if self._captured is not None:
                 raise HttpProblem(409, "session_ended", f"Session '{self.name}' ended while this was sampled.")
-            self._by_history[history_keys([*messages, answer], tools)[-1]] = len(self._turns)
+            self._by_history[history_keys(messages, tools)[-1]] = len(self._turns)
             self._turns.append(turn)
 
     def recall(self, completion_id: str) -> tuple[dict[str, Any], ...] | None:

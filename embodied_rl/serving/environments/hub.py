@@ -80,14 +80,6 @@ class EnvRequest:
         return hashlib.sha256(json.dumps([self.operation, self.arguments], sort_keys=True).encode()).digest()
 
 
-def _read_spec(message: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
-    return dict(message["spec"])
-
-
-def _read_outcome(message: Mapping[str, Any], payload: bytes) -> Outcome:
-    return Outcome(int(message["status"]), payload)
-
-
 class Environment:
     """A process with one environment. The thread that talks to it holds `lock` while it calls `begin` and `finish`."""
 
@@ -119,7 +111,7 @@ class Environment:
     def started(self) -> None:
         """Wait for the simulator. Raises HttpProblem if it cannot be built; the process is then gone."""
         try:
-            self.spec = self._process.receive(self._limits.start_timeout_s, "build its simulator", _read_spec)
+            self.spec = self._process.receive(self._limits.start_timeout_s, "build its simulator", lambda message, _: dict(message["spec"]))
         except UserError as error:
             self.end(HttpProblem(422, "user_error", str(error)))
         except SimFault as fault:
@@ -166,7 +158,8 @@ class Environment:
         assert request is not None
         self._request = None
         try:
-            outcome = self._process.receive(max(self._deadline - time.monotonic(), 0.01), request.operation, _read_outcome)
+            left_s = max(self._deadline - time.monotonic(), 0.01)
+            outcome = self._process.receive(left_s, request.operation, lambda message, body: Outcome(int(message["status"]), body))
         except SimFault as fault:
             return self._failed(fault)
         self.num_steps = 0 if request.operation == "reset" else self.num_steps + (request.operation == "step" and outcome.status == 200)

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from embodied_rl.errors import MissingAssetsError, from_extra, require_known
 from embodied_rl.sim.seeding import chosen
-from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
+from embodied_rl.sim.text.textworld import CommandGame
+from embodied_rl.sim.text.turns import TextSim, TextTurn
 
 SPLITS = {"train": "train", "valid_seen": "valid_seen", "valid_unseen": "valid_unseen"}
 TASK_TYPES = (
@@ -92,41 +91,26 @@ def game_files(folder: Path, split: str, task: str) -> list[Path]:
     return found
 
 
-class HouseGame(TextGame):
+class HouseGame(CommandGame):
     """One household."""
 
+    _hidden = frozenset({"help"})
+
     def __init__(self, training: Sequence[Path], held_out: Sequence[Path], show_commands: bool) -> None:
-        self._training, self._held_out, self._show_commands = training, held_out, show_commands
-        textworld, alfred = importlib.import_module("textworld"), import_engine()
-        self._infos = textworld.EnvInfos(won=True, lost=True, admissible_commands=True, feedback=True)
-        self._start = lambda path: textworld.start(str(path), self._infos, [alfred.AlfredDemangler(shuffle=False)])
-        self._env: Any = None
-        self._state: Any = None
+        super().__init__(show_commands)
+        self._training, self._held_out = training, held_out
+        self._textworld, self._alfred = importlib.import_module("textworld"), import_engine()
+        self._infos = self._textworld.EnvInfos(won=True, lost=True, admissible_commands=True, feedback=True)
 
     def reset(self, seed: int) -> str:
         path = chosen(seed, self._training, self._held_out)
         self.close()
-        self._env = self._start(path)
+        self._env = self._textworld.start(str(path), self._infos, [self._alfred.AlfredDemangler(shuffle=False)])
         self._state = self._env.reset()
-        return self._text()
+        return self._text(str(self._state["feedback"]))
 
     def step(self, action: str) -> TextTurn:
         """Play a command; a finished task gives reward 1."""
-        command = " ".join(action.split())
-        valid = command in (self._state["admissible_commands"] or [])
-        self._state, _, done = self._env.step(command)
+        _, over, valid = self._play(action)
         won = bool(self._state["won"])
-        return TextTurn(self._text(), float(won), terminated=bool(done) or won, success=won, info={"valid": valid})
-
-    def sample_action(self, random: np.random.Generator) -> str:
-        commands = sorted(self._state["admissible_commands"])
-        return commands[int(random.integers(len(commands)))]
-
-    def close(self) -> None:
-        if self._env is not None:
-            self._env.close()
-
-    def _text(self) -> str:
-        commands = sorted(set(self._state["admissible_commands"] or []) - {"help"})
-        shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
-        return str(self._state["feedback"]).strip() + shown
+        return TextTurn(self._text(str(self._state["feedback"])), float(won), terminated=over, success=won, info={"valid": valid})

@@ -64,7 +64,8 @@ def final_answer(text: str, kind: str = "text") -> str | None:
     if found is None:
         tags = tagged(text, "answer")
         found = text[tags[-1]] if tags else _after_mark(text)
-    if found is None or (kind in ("number", "choice") and found.strip() and not _is(found, kind)):
+    reader = {"number": number, "choice": choice}.get(kind)
+    if found is None or (reader is not None and found.strip() and reader(found) is None):
         found = _named(text if found is None else found, kind, first=found is not None)
     found = None if found is None else found.strip()
     return found if found and len(found) <= MAX_CHARS else None
@@ -165,9 +166,10 @@ def _without_decoration(text: str) -> str:
         ("\\$", "$"),
         ("\\%", "%"),
         ("^\\circ", "°"),
+        ("^{\\circ}", "°"),
+        ("{,}", ","),
     ):
         text = text.replace(old, new)
-    text = text.replace("^{\\circ}", "°").replace("{,}", ",")
     text = _UNITS.sub(r" \1", text)
     text = _FRACTION.sub(_written_fraction, text)
     return " ".join(text.split())
@@ -187,10 +189,6 @@ def _after_mark(text: str) -> str | None:
         return None
     lines = text[ends[-1] :].strip().lstrip(":").strip().splitlines()
     return lines[0].strip() if lines else None
-
-
-def _is(text: str, kind: str) -> bool:
-    return (number(text) if kind == "number" else choice(text)) is not None
 
 
 def _named(text: str, kind: str, *, first: bool) -> str | None:

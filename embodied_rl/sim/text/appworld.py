@@ -46,7 +46,8 @@ def make(
     """
     for name in (task, held_out):
         require_known(name, DATASETS, f"AppWorld has no data set '{name}'.")
-    appworld = import_appworld()
+    with from_extra("AppWorld", "appworld"):
+        appworld = importlib.import_module("appworld")
     ids = {name: task_ids(appworld, name) for name in {task, held_out}}
     return TextSim(
         f"AppWorld/{task}",
@@ -56,12 +57,6 @@ def make(
         instruction=INSTRUCTION,
         observation_bytes=observation_bytes,
     )
-
-
-def import_appworld() -> Any:
-    """Import the package. Raises MissingExtraError if it is not installed."""
-    with from_extra("AppWorld", "appworld"):
-        return importlib.import_module("appworld")
 
 
 def task_ids(appworld: Any, dataset: str) -> list[str]:

@@ -175,55 +175,50 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
+@dataclass(eq=False)
 class CodeTask(TextTask):
-    """A problem, and up to `attempts` programs for it."""
+    """A problem, and up to `attempts` programs for it. Raises UserError: a number out of its range, or this machine's protection is weaker
+    than `sandbox`."""
 
-    def __init__(
-        self,
-        problems: Sequence[CodeProblem],
-        *,
-        attempts: int = 1,
-        score: Score = "all",
-        timeout_s: float = 5.0,
-        memory_mb: int = 512,
-        allow_network: bool = False,
-        sandbox: str = "landlock",
-        show_tests: bool = True,
-    ) -> None:
-        """Args:
-            timeout_s: seconds for one run; all calls of a problem are one run.
-            allow_network: programs may use the network; all other limits stay.
-            sandbox: weakest acceptable protection (`embodied_rl.sandbox.box`).
-            show_tests: show the first failed test before the next attempt.
+    problems: Sequence[CodeProblem]
+    attempts: int = 1
+    score: Score = "all"
+    timeout_s: float = 5.0
+    """Seconds for one run; all calls of a problem are one run."""
+    memory_mb: int = 512
+    allow_network: bool = False
+    """Programs may use the network; all other limits stay."""
+    sandbox: str = "landlock"
+    """Weakest acceptable protection (`embodied_rl.sandbox.box`)."""
+    show_tests: bool = True
+    """Show the first failed test before the next attempt."""
 
-        Raises UserError: a number out of its range, or this machine's protection is weaker than `sandbox`.
-        """
-        if attempts < 1:
-            raise UserError(f"attempts must be >= 1, got {attempts}.")
-        require_known(score, get_args(Score), f"score='{score}' is not a choice.")
-        self._limits = PythonLimits(timeout_s=timeout_s, memory_mb=memory_mb)
-        self._network, self._level = allow_network, protection(sandbox, "sim.kwargs.sandbox")
-        self._problems, self._score, self._show_tests = list(problems), score, show_tests
-        self.max_turns = attempts
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise UserError(f"attempts must be >= 1, got {self.attempts}.")
+        require_known(self.score, get_args(Score), f"score='{self.score}' is not a choice.")
+        self._limits = PythonLimits(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        self._level = protection(self.sandbox, "sim.kwargs.sandbox")
+        self.max_turns = self.attempts
         self.instruction = "Answer with one Python program between ```python and ```."
         self._number, self._turn, self._best = 0, 0, 0.0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        self._number, self._turn, self._best = int(np.random.default_rng(seed).integers(len(self._problems))), 0, 0.0
-        return self._problems[self._number].text, {"problem": self._number}
+        self._number, self._turn, self._best = int(np.random.default_rng(seed).integers(len(self.problems))), 0, 0.0
+        return self.problems[self._number].text, {"problem": self._number}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """See `TextTask.step`. Rewards of several attempts add up to the best one's score."""
         self._turn += 1
-        problem = self._problems[self._number]
-        report = run_tests(program_of(action), problem.tests, self._limits, self._level, network=self._network)
+        problem = self.problems[self._number]
+        report = run_tests(program_of(action), problem.tests, self._limits, self._level, network=self.allow_network)
         right = all(report.passed)
-        score = report.share if self._score == "share" else float(right)
+        score = report.share if self.score == "share" else float(right)
         reward, self._best = max(score - self._best, 0.0), max(score, self._best)
         over = right or self._turn >= self.max_turns
         text = "All tests passed." if right else f"{sum(report.passed)} of {len(report.passed)} tests passed."
         if not over:
-            shown = f" The first that failed: {report.first_failure}." if self._show_tests else ""
+            shown = f" The first that failed: {report.first_failure}." if self.show_tests else ""
             text = f"{text}{shown} Try again.\n{problem.text}"
         return text, reward, over, False, {"success": right and over, "passed": sum(report.passed), "tests": len(report.passed)}
 
@@ -260,8 +255,7 @@ def make(
     Raises UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
     """
     problems = [_problem(row, where) for where, row in read_rows(path or example("code.jsonl"), ("question", "tests"))]
-    options: dict[str, Any] = {"memory_mb": memory_mb, "allow_network": allow_network, "sandbox": sandbox, "show_tests": show_tests}
-    rules = partial(CodeTask, problems, attempts=attempts, score=score, timeout_s=timeout_s, **options)
+    rules = partial(CodeTask, problems, attempts, score, timeout_s, memory_mb, allow_network, sandbox, show_tests)
     return TaskSim(task, num_envs, rules)
 
 

@@ -6,6 +6,7 @@ The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,22 +67,20 @@ def make(
     )
 
 
+@dataclass(eq=False)
 class FrozenLake(grid.GridGame):
     """One lake. Reward 1 at the goal, `hole_reward` in a hole, which ends the game, and 0 elsewhere."""
 
     colours = COLOURS
 
-    def __init__(
-        self,
-        size: int | Sequence[int] = 4,
-        hole_share: float = 0.2,
-        slippery: bool = False,
-        num_maps: int | None = None,
-        hole_reward: float = 0.0,
-        hints: bool = False,
-    ) -> None:
-        self._size, self._hole_share, self._slippery = size, hole_share, slippery
-        self._num_maps, self._hole_reward, self.hints = num_maps, hole_reward, hints
+    size: int | Sequence[int] = 4
+    hole_share: float = 0.2
+    slippery: bool = False
+    num_maps: int | None = None
+    hole_reward: float = 0.0
+    hints: bool = False
+
+    def __post_init__(self) -> None:
         self._random = np.random.default_rng(0)
         self._holes = np.zeros((4, 4), bool)
         self._player: grid.Cell = (0, 0)
@@ -89,30 +88,30 @@ class FrozenLake(grid.GridGame):
 
     def begin(self, seed: int) -> None:
         """Draw a map whose goal is at least a side's length of steps away."""
-        self._random = np.random.default_rng(seed if self._num_maps is None else seed % self._num_maps)
-        size = grid.choose_size(self._size, self._random, least=4, most=8, name="FrozenLake")
+        self._random = np.random.default_rng(seed if self.num_maps is None else seed % self.num_maps)
+        size = grid.choose_size(self.size, self._random, least=4, most=8, name="FrozenLake")
         for _ in range(_TRIES):
-            holes = self._random.random((size, size)) < self._hole_share
+            holes = self._random.random((size, size)) < self.hole_share
             start, goal = (divmod(int(number), size) for number in self._random.choice(size * size, 2, replace=False))
             holes[start] = holes[goal] = False
             path = shortest_path(holes, start, goal)
             if path is not None and len(path) >= size - 1:
                 self._holes, self._player, self._goal = holes, start, goal
                 return
-        raise UserError(f"FrozenLake: no map with a way was found for hole_share={self._hole_share}. Lower it.")
+        raise UserError(f"FrozenLake: no map with a way was found for hole_share={self.hole_share}. Lower it.")
 
     def play(self, word: str) -> grid.Outcome:
         if word not in grid.MOVES:
             return grid.Outcome(0.0, False, False, valid=False)
         move = grid.MOVES[word]
-        if self._slippery:
+        if self.slippery:
             turn = int(self._random.integers(3)) - 1
             move = (turn * move[1], turn * move[0]) if turn else move
         there = grid.add(self._player, move)
         if all(0 <= place < side for place, side in zip(there, self._holes.shape, strict=True)):
             self._player = there
         arrived, drowned = self._player == self._goal, bool(self._holes[self._player])
-        return grid.Outcome(self._hole_reward if drowned else float(arrived), arrived or drowned, arrived, valid=True)
+        return grid.Outcome(self.hole_reward if drowned else float(arrived), arrived or drowned, arrived, valid=True)
 
     def text(self) -> str:
         letters = np.where(self._holes, "H", ".").astype("<U1")

@@ -1,7 +1,7 @@
 """GEM (Liu et al. 2025, "GEM: A Gym for Agentic LLMs", arXiv:2510.01051): games and reasoning tasks in text.
 
 An observation is the part ``text``, an action a string of which only the contents of ``\\boxed{}`` count. This module needs neither torch
-nor a tokenizer. `make_rock` runs the games in ROCK's sandboxes ("ROCK", Alibaba 2025) instead, through the routes ``POST
+nor a tokenizer. `RockSim` runs the games in ROCK's sandboxes ("ROCK", Alibaba 2025) instead, through the routes ``POST
 /apis/v1/envs/gem/{make,reset,step,close}``; texts, turns and successes are computed as for games in this process.
 """
 
@@ -77,22 +77,7 @@ def registered() -> Mapping[str, EnvSpec]:
 
 def tasks() -> list[str]:
     """Ids of the environments that run with what is installed, sorted. Raises MissingExtraError if GEM is not installed."""
-    known = registered()
-    without = () if word_list_installed() else NEEDS_WORD_LIST
-    solvable = has_sat_solver()
-    return sorted(
-        task
-        for task in known
-        if task.partition(":")[0] in OFFLINE_FAMILIES
-        and task not in BROKEN
-        and not any(name in task for name in without)
-        and (solvable or task != NEEDS_SAT_SOLVER)
-    )
-
-
-def same_in_every_process(task: str) -> bool:
-    """Whether a seed gives the same question in every process."""
-    return task not in HASH_ORDERED or os.environ.get("PYTHONHASHSEED", "random") not in ("", "random")
+    return sorted(task for task in registered() if task.partition(":")[0] in OFFLINE_FAMILIES and _obstacle(task) is None)
 
 
 def has_sat_solver() -> bool:
@@ -114,24 +99,20 @@ def word_list_installed() -> bool:
     return False
 
 
-def require(task: str) -> None:
-    """Reject a task that cannot be made here.
-
-    Raises MissingExtraError, MissingAssetsError; UserError: the id is unknown, or known not to work.
-    """
-    known = registered()
-    require_known(task, known, f"GEM task '{task}' is not known.")
+def _obstacle(task: str) -> UserError | None:
+    """Why a task cannot be made here; None: it can."""
     if task in BROKEN:
-        raise UserError(f"GEM task '{task}' cannot be made: {BROKEN[task]}. `embodied_rl.sim.text.gem.tasks()` lists those that can.")
+        return UserError(f"GEM task '{task}' cannot be made: {BROKEN[task]}. `embodied_rl.sim.text.gem.tasks()` lists those that can.")
     if task == NEEDS_SAT_SOLVER and not has_sat_solver():
-        raise MissingAssetsError(f"GEM task '{task}' needs a package that must be compiled: pip install pycosat")
+        return MissingAssetsError(f"GEM task '{task}' needs a package that must be compiled: pip install pycosat")
     if any(name in task for name in NEEDS_WORD_LIST) and not word_list_installed():
-        raise MissingAssetsError(f"GEM task '{task}' needs nltk's list of English words. Get it: python -m nltk.downloader words")
+        return MissingAssetsError(f"GEM task '{task}' needs nltk's list of English words. Get it: python -m nltk.downloader words")
     if task.partition(":")[0] not in OFFLINE_FAMILIES and importlib.util.find_spec("datasets") is None:
-        name = known[task].kwargs.get("dataset_name")
-        raise MissingAssetsError(
+        name = registered()[task].kwargs.get("dataset_name")
+        return MissingAssetsError(
             f"GEM task '{task}' reads the data set '{name}' with a package that is not installed: pip install datasets"
         )
+    return None
 
 
 # ---- the simulator ----------------------------------------------------------------------------------------------------
@@ -168,13 +149,16 @@ def make(
     Raises MissingExtraError, MissingAssetsError; UserError: unknown task or argument.
     """
     require_known(history, HISTORIES, f"GEM: history='{history}' is not a choice.")
-    require(task)
+    require_known(task, registered(), f"GEM task '{task}' is not known.")
+    if (obstacle := _obstacle(task)) is not None:
+        raise obstacle
     family = task.partition(":")[0]
+    repeats = task not in HASH_ORDERED or os.environ.get("PYTHONHASHSEED", "random") not in ("", "random")
     return GemSim(
         task,
         lambda: GemGame(family, _made(task, family, kwargs), history, success_return),
         num_envs,
-        snapshots="exact" if family == "game" else "replay" if same_in_every_process(task) else "none",
+        snapshots="exact" if family == "game" else "replay" if repeats else "none",
         observation_bytes=observation_bytes,
         action_bytes=action_bytes,
     )
@@ -199,7 +183,9 @@ class GemGame(TextGame):
 
     def __init__(self, family: str, env: Env | Sandbox, history: str, success_return: float) -> None:
         self.env, self._history, self._success_return = env, history, success_return
-        self.max_turns = _turn_limit(family, env)
+        own = vars(env)
+        limit = None if own.get("_is_random", False) else own.get("max_turns")  # a random game draws it in each episode
+        self.max_turns = 1 if family == "rg" else None if limit is None else int(limit)
         self._replies, self._actions, self._total = list[str](), list[str](), 0.0
 
     def reset(self, seed: int) -> str:
@@ -271,15 +257,6 @@ def _made(task: str, family: str, kwargs: Mapping[str, Any]) -> Env:
         ) from error
 
 
-def _turn_limit(family: str, env: Env | Sandbox) -> int | None:
-    """Most steps of an episode; None if each episode draws it."""
-    if family == "rg":
-        return 1
-    own = vars(env)
-    limit = own.get("max_turns")
-    return None if limit is None or own.get("_is_random", False) else int(limit)
-
-
 def _random_action(env: Env) -> str:
     if hasattr(env, "ds"):
         answer = str(env.ds[random.randrange(len(env.ds))]["answer"])  # None if a question has more than one
@@ -302,33 +279,26 @@ _ROUTES = "/apis/v1/envs/gem"
 _MAKE_S = 170.0
 
 
-def make_rock(
-    client: JsonClient,
-    task: str | None,
-    num_envs: int,
-    history: str = "none",
-    success_return: float = 1.0,
-    observation_bytes: int = 2**16,
-    action_bytes: int = 2**14,
-) -> RockSim:
-    """`num_envs` sandboxes with one GEM environment each; see `embodied_rl.sim.text.gem.make` for the arguments.
-
-    Raises UserError: no task, or the server cannot be reached or refuses it.
-    """
-    if not task:
-        raise UserError("protocol=rock needs the environment's id: for example sim.task=game:GuessTheNumber-v0-easy.")
-    require_known(history, HISTORIES, f"ROCK: history='{history}' is not a choice.")
-    return RockSim(client, task, num_envs, history, success_return, observation_bytes=observation_bytes, action_bytes=action_bytes)
-
-
 class RockSim(TextSim):
-    """GEM games whose environments are sandboxes. See `make_rock`.
+    """GEM games whose environments are sandboxes: `num_envs` with one environment each; see `make` for the arguments.
 
     ROCK's routes have no request numbers, so a lost answer fails the worker, and the manager resumes its episodes.
     """
 
-    def __init__(self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, **room_bytes: int) -> None:
-        """`room_bytes`: sizes of texts, see `TextSim`."""
+    def __init__(
+        self,
+        client: JsonClient,
+        task: str | None,
+        num_envs: int,
+        history: str = "none",
+        success_return: float = 1.0,
+        observation_bytes: int = 2**16,
+        action_bytes: int = 2**14,
+    ) -> None:
+        """Raises UserError: no task, or the server cannot be reached or refuses it."""
+        if not task:
+            raise UserError("protocol=rock needs the environment's id: for example sim.task=game:GuessTheNumber-v0-easy.")
+        require_known(history, HISTORIES, f"ROCK: history='{history}' is not a choice.")
         self._client = client
         super().__init__(
             task,
@@ -336,8 +306,9 @@ class RockSim(TextSim):
             num_envs,
             # A game restarts from its seed; for other environments this is unknown.
             snapshots="replay" if task.partition(":")[0] == "game" else "none",
+            observation_bytes=observation_bytes,
+            action_bytes=action_bytes,
             isolated=False,
-            **room_bytes,
         )
 
     def close(self) -> None:

@@ -30,8 +30,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, is_below, protection
 from embodied_rl.sim.seeding import chosen
-from embodied_rl.sim.text.program_worker import episode_variables
-from embodied_rl.sim.text.served_program import ProgramEnding, StartedProgram, with_absolute_files
+from embodied_rl.sim.text.served_program import ProgramEnding, StartedProgram, file_of, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
@@ -155,34 +154,22 @@ class ProgramOptions(Config, place="sim.kwargs"):
             ) from error
 
     def check_command(self) -> None:
-        """Raise UserError if the program, or the script that Python is to run, is missing."""
-        if self.function is not None:
-            _check_function(self.function)
-            return
-        arguments = self.words({}, 0, "model")
+        """Raise UserError if the program, the script that Python is to run, or the function's module is missing."""
+        arguments, key = self.words({}, 0, "model"), "command" if self.function is None else "function"
         if shutil.which(arguments[0]) is None:
             raise UserError(f"sim.kwargs.command, a list of words: '{arguments[0]}' is not a program that can be run here.")
-        script = next((argument for argument in arguments[1:] if argument.endswith(".py")), None)
+        script = next((path for path, _ in map(file_of, arguments[1:]) if path.endswith(".py")), None)
         if script is not None and not Path(script).is_file():
-            raise UserError(
-                f"sim.kwargs.command: '{script}' does not exist in {Path.cwd()}. Give an absolute path, or start in its folder."
-            )
-
-
-def _check_function(target: str) -> None:
-    where, _, _ = target.rpartition(":")
-    if where.endswith(".py"):
-        if not Path(where).is_file():
-            raise UserError(
-                f"sim.kwargs.function: '{where}' does not exist in {Path.cwd()}. Give an absolute path, or start in its folder."
-            )
-        return
-    try:
-        found = importlib.util.find_spec(where)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        raise UserError(f"sim.kwargs.function: module '{where}' cannot be found in this environment.")
+            raise UserError(f"sim.kwargs.{key}: '{script}' does not exist in {Path.cwd()}. Give an absolute path, or start in its folder.")
+        if self.function is None or script is not None:
+            return
+        module = self.function.rpartition(":")[0]
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise UserError(f"sim.kwargs.function: module '{module}' cannot be found in this environment.")
 
 
 class AgentProgram:
@@ -298,11 +285,6 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
     return {**inherited, **options.env, **own}
 
 
-def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:
-    """Environment of a program that is started for one episode; `line` is its `episode_line`."""
-    return {**lasting_environment(options, line["base_url"], line["model"]), **episode_variables(line)}
-
-
 # ---- the sandbox: a program's own files, the proxy's port, and what the configuration opens ---------------------------
 
 
@@ -335,10 +317,10 @@ def own_files(options: ProgramOptions) -> list[str]:
     if program is not None and arguments[0] != sys.executable:
         found += _of_program(os.path.abspath(program))
     for argument in arguments[1:]:
-        path = argument.rpartition(":")[0] if argument.rpartition(":")[0].endswith(".py") else argument
+        path, _ = file_of(argument)
         if os.path.isabs(path) and os.path.exists(path):
             found += _folder_of(path)
-    if options.function is not None and not options.function.rpartition(":")[0].endswith(".py"):
+    if options.function is not None and not file_of(options.function)[1]:
         spec = importlib.util.find_spec(options.function.rpartition(":")[0].partition(".")[0])
         if spec is not None:
             found += spec.submodule_search_locations or [spec.origin or ""]

@@ -30,32 +30,29 @@ class Question:
     """How answers are compared (`embodied_rl.sim.text.answers.KINDS`)."""
 
 
+@dataclass(eq=False)
 class QuestionTask(TextTask):
     """A question, and up to `attempts` answers to it.
 
     The right answer gives 1 and ends the episode; a wrong one gives `wrong_reward` and, while attempts are left, the question again.
+    Raises UserError for a number out of its range.
     """
 
-    def __init__(
-        self,
-        question_of: Callable[[int], Question],
-        *,
-        attempts: int = 1,
-        wrong_reward: float = 0.0,
-        tolerance: float = 0.0,
-        instruction: str | None = None,
-    ) -> None:
-        """`question_of`: function from a seed to its question. Raises UserError for a number out of its range."""
-        if attempts < 1 or tolerance < 0:
-            raise UserError(f"attempts must be >= 1 and tolerance >= 0, got {attempts} and {tolerance}.")
-        self._question_of = question_of
-        self._wrong_reward, self._tolerance = wrong_reward, tolerance
-        self.max_turns, self.instruction = attempts, instruction
-        self._question = Question("", "0")
-        self._turn = 0
+    question_of: Callable[[int], Question]
+    """Function from a seed to its question."""
+    attempts: int = 1
+    wrong_reward: float = 0.0
+    tolerance: float = 0.0
+    instruction: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.tolerance < 0:
+            raise UserError(f"attempts must be >= 1 and tolerance >= 0, got {self.attempts} and {self.tolerance}.")
+        self.max_turns = self.attempts
+        self._question, self._turn = Question("", "0"), 0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        self._question, self._turn = self._question_of(seed), 0
+        self._question, self._turn = self.question_of(seed), 0
         return self._question.text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -63,12 +60,12 @@ class QuestionTask(TextTask):
         self._turn += 1
         wanted, kind = self._question.answer, kind_of(self._question.answer, self._question.kind)
         given = final_answer(action, kind)
-        right = given is not None and equal(given, wanted, kind=kind, tolerance=self._tolerance)
+        right = given is not None and equal(given, wanted, kind=kind, tolerance=self.tolerance)
         over = right or self._turn >= self.max_turns
         verdict = "Right." if right else "Wrong." if given is not None else "There is no answer."
         text = verdict if over else f"{verdict} Try again.\n{self._question.text}"
-        info = {"correct": right, "given": given or "", **({"success": right} if over else {"success": False})}
-        return text, 1.0 if right else self._wrong_reward, over, False, info
+        info = {"correct": right, "given": given or "", "success": right}
+        return text, 1.0 if right else self.wrong_reward, over, False, info
 
     def sample_random_action(self) -> str:
         """The right answer, in a box."""
@@ -89,9 +86,9 @@ class Arithmetic:
     """Draws questions such as ``7 + 12 * 3 = ?``. Raises UserError for an invalid setting."""
 
     operations: tuple[str, ...] = ("+", "-")
-    terms: tuple[int, int] = (2, 2)
+    terms: Sequence[int] = (2, 2)
     """Least and most numbers in a question."""
-    digits: tuple[int, int] = (1, 2)
+    digits: Sequence[int] = (1, 2)
     """Least and most digits of a number."""
     template: str = "{expression} = ?"
 
@@ -100,8 +97,8 @@ class Arithmetic:
             require_known(operation, OPERATIONS, f"operations={operation!r} is not a choice.")
         for name, least, most in (("terms", 2, 20), ("digits", 1, 9)):
             pair = vars(self)[name]
-            if not (len(pair) == 2 and least <= pair[0] <= pair[1] <= most):
-                raise UserError(f"{name} must be [least, most] between {least} and {most}, got {list(pair)}.")
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not least <= pair[0] <= pair[1] <= most:
+                raise UserError(f"{name} must be [least, most] between {least} and {most}, got {pair!r}.")
         if not self.operations or "{expression}" not in self.template:
             raise UserError("operations must not be empty, and template must name {expression}.")
 
@@ -114,9 +111,7 @@ class Arithmetic:
         words = [str(numbers[0])]
         for sign, drawn in zip(signs, numbers[1:], strict=True):
             words += [sign, str(drawn if sign != "/" else max(drawn, 1))]
-        value = _evaluate(words)
-        answer = str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
-        return Question(self.template.format(expression=" ".join(words)), answer, "number")
+        return Question(self.template.format(expression=" ".join(words)), str(_evaluate(words)), "number")
 
     def _number(self, random: np.random.Generator) -> int:
         digits = int(random.integers(self.digits[0], self.digits[1] + 1))
@@ -150,16 +145,13 @@ def make_arithmetic(
     instruction: str | None = "Work out the value; a number or a fraction is the answer.",
 ) -> TaskSim:
     """`num_envs` environments of arithmetic: see `Arithmetic` and `QuestionTask` for the arguments."""
-    source = Arithmetic(tuple(operations), _pair("terms", terms), _pair("digits", digits), template)
-    rules = partial(QuestionTask, attempts=attempts, wrong_reward=wrong_reward, tolerance=tolerance, instruction=instruction)
-    return TaskSim(task, num_envs, partial(rules, source.question))
+    source = Arithmetic(tuple(operations), terms, digits, template)
+    return TaskSim(task, num_envs, partial(QuestionTask, source.question, attempts, wrong_reward, tolerance, instruction))
 
 
 def player(observation: str) -> str:
     """The answer to a question of `Arithmetic` in its plain form, ``7 + 12 = ?``. Raises ValueError for another text."""
-    words = observation.strip().splitlines()[-1].removesuffix(" = ?").split()
-    value = _evaluate(words)
-    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+    return str(_evaluate(observation.strip().splitlines()[-1].removesuffix(" = ?").split()))
 
 
 # ---- data sets ------------------------------------------------------------------------------------------------------
@@ -190,8 +182,7 @@ def make_questions(
     def chosen(seed: int) -> Question:
         return questions[int(np.random.default_rng(seed).integers(len(questions)))]
 
-    rules = partial(QuestionTask, attempts=attempts, wrong_reward=wrong_reward, tolerance=tolerance, instruction=instruction)
-    return TaskSim(task, num_envs, partial(rules, chosen))
+    return TaskSim(task, num_envs, partial(QuestionTask, chosen, attempts, wrong_reward, tolerance, instruction))
 
 
 def read_questions(path: str, kind: str = "auto") -> list[Question]:
@@ -237,9 +228,3 @@ def _question(row: Mapping[str, Any], where: str, kind: str) -> Question:
     if not str(answer).strip():
         raise UserError(f"Data set {where}: the answer is empty.")
     return Question(text, str(answer), own)
-
-
-def _pair(name: str, values: Sequence[int]) -> tuple[int, int]:
-    if isinstance(values, (str, int)) or len(values) != 2:
-        raise UserError(f"{name} must be [least, most], got {values!r}.")
-    return int(values[0]), int(values[1])

@@ -316,8 +316,14 @@ def with_absolute_files(arguments: Sequence[str]) -> list[str]:
     """A command with absolute file names: a program may start in another folder than ours."""
     found = []
     for argument in arguments:
-        path, colon, function = argument.rpartition(":") if argument.rpartition(":")[0].endswith(".py") else (argument, "", "")
+        path, function = file_of(argument)
         is_file = "/" in path or path.endswith(".py")
         moved = is_file and not os.path.isabs(path) and os.path.exists(path)
-        found.append(f"{os.path.abspath(path)}{colon}{function}" if moved else argument)
+        found.append(os.path.abspath(path) + function if moved else argument)
     return found
+
+
+def file_of(word: str) -> tuple[str, str]:
+    """(``agent.py``, ``:play``) of ``agent.py:play``; (word, empty) of another word."""
+    path, _, function = word.rpartition(":")
+    return (path, f":{function}") if path.endswith(".py") else (word, "")

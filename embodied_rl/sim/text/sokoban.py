@@ -105,35 +105,33 @@ def push(level: Level, position: Position, move: grid.Cell) -> Position | None:
     return (there, (boxes - {there}) | {beyond}) if level.free(beyond, boxes) else None
 
 
+@dataclass(eq=False)
 class Sokoban(grid.GridGame):
     """One warehouse. Reward 1 when every box is on a goal, which ends the game."""
 
     colours = COLOURS
 
-    def __init__(
-        self,
-        size: int | Sequence[int] = 6,
-        num_boxes: int = 1,
-        wall_share: float = 0.1,
-        num_pulls: int = 6,
-        box_reward: float = 0.0,
-        hints: bool = False,
-    ) -> None:
-        self._size, self._num_boxes, self._wall_share = size, num_boxes, wall_share
-        self._num_pulls, self._box_reward, self.hints = num_pulls, box_reward, hints
+    size: int | Sequence[int] = 6
+    num_boxes: int = 1
+    wall_share: float = 0.1
+    num_pulls: int = 6
+    box_reward: float = 0.0
+    hints: bool = False
+
+    def __post_init__(self) -> None:
         self._level = Level(np.ones((5, 5), bool), frozenset())
         self._position: Position = ((0, 0), frozenset())
 
     def begin(self, seed: int) -> None:
         """Make a level in which no box is on a goal."""
         random = np.random.default_rng(seed)
-        size = grid.choose_size(self._size, random, least=5, most=10, name="Sokoban")
+        size = grid.choose_size(self.size, random, least=5, most=10, name="Sokoban")
         for _ in range(_TRIES):
-            made = _make_level(random, size, self._num_boxes, self._wall_share, self._num_pulls)
+            made = _make_level(random, size, self.num_boxes, self.wall_share, self.num_pulls)
             if made is not None:
                 self._level, self._position = made
                 return
-        raise UserError(f"Sokoban: no level of size {size} with {self._num_boxes} boxes was found. Use a larger size or fewer walls.")
+        raise UserError(f"Sokoban: no level of size {size} with {self.num_boxes} boxes was found. Use a larger size or fewer walls.")
 
     def play(self, word: str) -> grid.Outcome:
         if word not in grid.MOVES:
@@ -142,7 +140,7 @@ class Sokoban(grid.GridGame):
         self._position = push(self._level, self._position, grid.MOVES[word]) or self._position
         stored = len(self._position[1] & self._level.goals)
         solved = stored == len(self._level.goals)
-        return grid.Outcome(self._box_reward * (stored - before) + float(solved), solved, solved, valid=True)
+        return grid.Outcome(self.box_reward * (stored - before) + float(solved), solved, solved, valid=True)
 
     def text(self) -> str:
         return write(self._level, self._position)

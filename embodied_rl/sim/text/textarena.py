@@ -10,13 +10,14 @@ import difflib
 import functools
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, from_extra
-from embodied_rl.sim.text.opponents import make_opponent, random_move
+from embodied_rl.sim.text.opponents import Opponent, make_opponent, random_move
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn, check_arguments
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def make(
         raise UserError(f"TextArena: seat must be 'alternate' or between 0 and {players - 1}, got {seat!r}.")
     return TextSim(
         task,
-        lambda: ArenaGame(task, players, seat, opponent, options, success_reward, kwargs),
+        lambda: ArenaGame(task, players, seat, [make_opponent(opponent, options) for _ in range(players)], success_reward, kwargs),
         num_envs,
         max_turns=max_turns,
         snapshots="none" if opponent == "openai" else "replay",
@@ -113,35 +114,30 @@ def make(
     )
 
 
+@dataclass(eq=False)
 class ArenaGame(TextGame):
     """One game."""
 
-    def __init__(
-        self,
-        task: str,
-        players: int,
-        seat: int | str,
-        opponent: str,
-        opponent_options: Mapping[str, Any],
-        success_reward: float,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._task, self._players, self._seat_rule, self._success_reward = task, players, seat, success_reward
-        self._kwargs = kwargs
+    task: str
+    players: int
+    seat_rule: int | str
+    opponents: Sequence[Opponent]
+    success_reward: float
+    kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
         self._env: Env
-        self._opponents = [make_opponent(opponent, opponent_options) for _ in range(players)]
-        self._seat = 0
-        self._text = ""
+        self._seat, self._text = 0, ""
 
     def reset(self, seed: int) -> str:
-        self._seat = seed % self._players if self._seat_rule == "alternate" else int(self._seat_rule)
+        self._seat = seed % self.players if self.seat_rule == "alternate" else int(self.seat_rule)
         # TextArena's wrappers keep the last episode's views of the players and show them in the next one.
-        self._env = _made(self._task, self._kwargs)
-        for number, opponent in enumerate(self._opponents):
+        self._env = _made(self.task, self.kwargs)
+        for number, opponent in enumerate(self.opponents):
             opponent.begin(seed * _MOST_PLAYERS + number)
-        _begun(self._task, self._env, self._players, seed)
+        _begun(self.task, self._env, self.players, seed)
         if self._let_others_play():
-            raise RuntimeError(f"TextArena's '{self._task}' ended before seat {self._seat} had a turn.")
+            raise RuntimeError(f"TextArena's '{self.task}' ended before seat {self._seat} had a turn.")
         return self._text
 
     def step(self, action: str) -> TextTurn:
@@ -156,7 +152,7 @@ class ArenaGame(TextGame):
             text=f"{reason} Reward {reward:g}.",
             reward=reward,
             terminated=True,
-            success=reward >= self._success_reward,
+            success=reward >= self.success_reward,
             info={"seat": self._seat, "invalid_move": bool(mine.get("invalid_move", False)), "reason": reason},
         )
 
@@ -170,10 +166,10 @@ class ArenaGame(TextGame):
             if player == self._seat:
                 self._text = str(observation).strip()
                 return False
-            done, _ = self._env.step(action=self._opponents[player].act(str(observation)))
+            done, _ = self._env.step(action=self.opponents[player].act(str(observation)))
             if done:
                 return True
-        raise RuntimeError(f"TextArena's '{self._task}' did not return to seat {self._seat} within {_OTHERS_TURNS} turns of the others.")
+        raise RuntimeError(f"TextArena's '{self.task}' did not return to seat {self._seat} within {_OTHERS_TURNS} turns of the others.")
 
 
 def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:

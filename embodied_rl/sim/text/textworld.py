@@ -30,12 +30,6 @@ def tasks() -> list[str]:
     return ["TextWorld"]
 
 
-def import_textworld() -> Any:
-    """Import the package. Raises MissingExtraError if it is not installed."""
-    with from_extra("TextWorld", "textworld"):
-        return importlib.import_module("textworld")
-
-
 def make(
     num_envs: int,
     task: str = "TextWorld",
@@ -60,7 +54,8 @@ def make(
     for name, value in (("num_rooms", num_rooms), ("num_objects", num_objects), ("quest_length", quest_length), ("num_games", num_games)):
         if value is not None and value < 1:
             raise UserError(f"TextWorld: {name} must be >= 1, got {value}.")
-    import_textworld()
+    with from_extra("TextWorld", "textworld"):
+        importlib.import_module("textworld")
     return TextSim(
         task,
         lambda: WorldGame(num_rooms, num_objects, quest_length, num_games, show_commands),
@@ -70,18 +65,52 @@ def make(
     )
 
 
-class WorldGame(TextGame):
+class CommandGame(TextGame):
+    """A game of TextWorld's engine."""
+
+    _hidden: frozenset[str]
+    """Commands that are not listed."""
+    _state: GameState
+
+    def __init__(self, show_commands: bool) -> None:
+        self._env: Any = None
+        self._show_commands = show_commands
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        commands = sorted(self._state["admissible_commands"])
+        return commands[int(random.integers(len(commands)))]
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+
+    def _play(self, action: str) -> tuple[float, bool, bool]:
+        """Play a command; returns (the game's score, whether it is over, whether the command was possible)."""
+        command = " ".join(action.split())
+        valid = command in (self._state["admissible_commands"] or [])
+        self._state, score, done = self._env.step(command)
+        return float(score), bool(done) or bool(self._state["won"]), valid
+
+    def _text(self, description: str) -> str:
+        commands = sorted(set(self._state["admissible_commands"] or []) - self._hidden)
+        shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
+        return description.strip() + shown
+
+
+class WorldGame(CommandGame):
     """One player."""
 
+    _hidden = frozenset({"look", "inventory"})  # the text contains both anyway
+
     def __init__(self, num_rooms: int, num_objects: int, quest_length: int, num_games: int | None, show_commands: bool) -> None:
-        textworld = import_textworld()
+        super().__init__(show_commands)
+        textworld = importlib.import_module("textworld")
         self._size = {"nb_rooms": num_rooms, "nb_objects": num_objects, "quest_length": quest_length}
-        self._num_games, self._show_commands = num_games, show_commands
+        self._num_games = num_games
         infos = textworld.EnvInfos(admissible_commands=True, facts=True, feedback=True, objective=True, won=True, lost=True, score=True)
         self._env = importlib.import_module("textworld.envs").TextWorldEnv(infos)
         self._folder = tempfile.TemporaryDirectory(prefix="textworld")
         self._files: OrderedDict[int, Path] = OrderedDict()
-        self._state: GameState
         self._score = 0.0
         self.walkthrough: list[str] = []
         """Shortest solution of the running game, as its generator knows it."""
@@ -94,38 +123,25 @@ class WorldGame(TextGame):
         return self._text(f"Task: {self._state['objective']}\n{describe(self._state['facts'])}")
 
     def step(self, action: str) -> TextTurn:
-        command = " ".join(action.split())
-        valid = command in (self._state["admissible_commands"] or [])
-        self._state, score, done = self._env.step(command)
+        score, over, valid = self._play(action)
         # The game reports the score so far; the reward is the difference.
-        reward, self._score = float(score) - self._score, float(score)
-        won = bool(self._state["won"])
+        reward, self._score = score - self._score, score
         return TextTurn(
             self._text(("" if valid else "That is not possible. ") + describe(self._state["facts"])),
             reward,
-            terminated=bool(done) or won or bool(self._state["lost"]),
-            success=won,
-            info={"valid": valid, "score": float(score)},
+            terminated=over or bool(self._state["lost"]),
+            success=bool(self._state["won"]),
+            info={"valid": valid, "score": score},
         )
 
-    def sample_action(self, random: np.random.Generator) -> str:
-        commands = sorted(self._state["admissible_commands"])
-        return commands[int(random.integers(len(commands)))]
-
     def close(self) -> None:
-        self._env.close()
+        super().close()
         self._folder.cleanup()
-
-    def _text(self, description: str) -> str:
-        commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # the text contains both anyway
-        shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
-        return description.strip() + shown
 
     def _file(self, number: int) -> Path:
         """File of a game, made on first use."""
         if number not in self._files:
-            textworld = import_textworld()
-            options = textworld.GameOptions()
+            options = importlib.import_module("textworld").GameOptions()
             options.seeds = number % 65535  # TextWorld takes 16 bits
             for name, value in self._size.items():
                 setattr(options, name, value)

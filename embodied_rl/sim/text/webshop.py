@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, require_known
-from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 _FETCH = (
@@ -49,31 +49,25 @@ def make(
     require_known(task, tasks(), f"Task '{task}' is not known.")
     if observation_mode not in ("text", "text_rich"):
         raise UserError(f"WebShop: observation_mode must be text or text_rich, got '{observation_mode}'.")
-    cls = import_webshop()
-    options = {"observation_mode": observation_mode, "num_products": num_products, "human_goals": human_goals}
-    shop = Shop(cls, options)
+    shop = Shop(observation_mode=observation_mode, num_products=num_products, human_goals=human_goals)
     return TextSim(
         task, lambda: ShopGame(shop.customer(), show_actions), num_envs, max_turns=max_turns, observation_bytes=observation_bytes
     )
 
 
-def import_webshop() -> Any:
-    """Import ``WebAgentTextEnv``. Raises MissingAssetsError if that fails."""
-    try:
-        for name in ("engine", "goal"):
-            # They print with rich, whose styles draw from the generator of the prices, in a process's first shop only.
-            vars(importlib.import_module(f"web_agent_site.engine.{name}"))["print"] = lambda *words: None
-        return importlib.import_module("web_agent_site.envs.web_agent_text_env").WebAgentTextEnv
-    except (ImportError, OSError) as error:
-        raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH) from error
-
-
 class Shop:
     """Products, goals and search engine, read once for all customers of a process."""
 
-    def __init__(self, cls: Any, options: dict[str, Any]) -> None:
-        self._cls, self._options = cls, options
-        self._server: Any = None
+    def __init__(self, **options: Any) -> None:
+        """Raises MissingAssetsError if ``WebAgentTextEnv`` cannot be imported."""
+        try:
+            for name in ("engine", "goal"):
+                # They print with rich, whose styles draw from the generator of the prices, in a process's first shop only.
+                vars(importlib.import_module(f"web_agent_site.engine.{name}"))["print"] = lambda *words: None
+            self._cls = importlib.import_module("web_agent_site.envs.web_agent_text_env").WebAgentTextEnv
+        except (ImportError, OSError) as error:
+            raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH) from error
+        self._options, self._server = options, None
         self._num_customers = 0
 
     def customer(self) -> Any:
@@ -97,11 +91,7 @@ class ShopGame(TextGame):
         """Begin an episode: held-out seeds use the first 500 goals in order, others one of the rest."""
         goals = len(self._env.server.goals)
         border = min(HELD_OUT_GOALS, goals // 2)
-        if seed >= HELD_OUT_START:
-            goal = (seed - HELD_OUT_START) % max(border, 1)
-        else:
-            goal = border + int(np.random.default_rng(seed).integers(goals - border))
-        observation, _ = self._env.reset(session=goal)
+        observation, _ = self._env.reset(session=chosen(seed, range(border, goals), range(max(border, 1))))
         return self._text(observation)
 
     def step(self, action: str) -> TextTurn:
