@@ -177,8 +177,7 @@ def sandbox() -> Check:
     found = box.strongest()
     if found is None:
         return Check("machine", "sandbox", "failed", f"programs cannot be run: {box.failure('prlimit')}"[:160], "run on Linux")
-    stopped = sum(found in attack.stopped for attack in box.ATTACKS)
-    detail = f"{found}: stops {stopped} of {len(box.ATTACKS)} attacks (docs/sandbox.md)"
+    detail = f"{found}: stops {box.STOPPED[found]} of {box.NUM_ATTACKS} attacks (docs/sandbox.md)"
     detail += f"; processor time is counted by {'cgroup' if supervisor.has_groups() else '/proc'}"
     better = box.LEVELS[: box.LEVELS.index(found)]
     if better:

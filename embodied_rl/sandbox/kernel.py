@@ -12,7 +12,7 @@ NAMESPACE_FLAGS = (
 )  # and time
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
-_MNT_DETACH = 2
+MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 24, 36, 38, 47
@@ -70,7 +70,8 @@ def call(name: str, *arguments: object) -> int:
     """Make a system call by name. Raises OSError if it fails or this machine's calls are unknown."""
     if name not in CALLS:
         raise OSError(38, f"{name}: not known for {os.uname().machine}")
-    wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    plain = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]  # ctypes passes bytes as a pointer
+    wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in plain]
     result = int(_libc.syscall(ctypes.c_long(CALLS[name]), *wide))
     if result < 0:
         raise failed(name)
@@ -94,18 +95,7 @@ def bind(source: str, target: str, *, writable: bool = False, devices: bool = Fa
     mount(source, target, flags=MS_BIND | MS_REC)
     wanted = MS_NOSUID | (0 if writable else MS_RDONLY) | (0 if devices else MS_NODEV)
     attributes = (ctypes.c_uint64 * 4)(wanted, 0, 0, 0)
-    call("mount_setattr", _AT_FDCWD, ctypes.c_char_p(target.encode()), _AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
-
-
-def change_root(new: str, old: str) -> None:
-    """Make `new`, a mount, the root; the old root appears at `old`, a folder in it. Raises OSError."""
-    call("pivot_root", ctypes.c_char_p(new.encode()), ctypes.c_char_p(old.encode()))
-    os.chdir("/")
-
-
-def detach(path: str) -> None:
-    """Unmount a path and everything below it. Raises OSError."""
-    call("umount2", ctypes.c_char_p(path.encode()), _MNT_DETACH)
+    call("mount_setattr", _AT_FDCWD, target, _AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
 
 
 def end_with_parent(parent: int = 0) -> None:

@@ -32,11 +32,6 @@ class _PathRule(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
 
 
-def _all_rights(abi: int) -> int:
-    """Rights on files: 13 in the first version; later versions added moving and linking, truncation and device controls."""
-    return (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
-
-
 def _allow(ruleset: int, path: str, rights: int) -> None:
     """Allow rights on a path; a missing path is ignored."""
     try:
@@ -60,7 +55,8 @@ def restrict(abi: int, *, readable: list[str] | None, writable: list[str], devic
 
     Raises OSError: the kernel refuses.
     """
-    files = 0 if readable is None else _all_rights(abi)
+    # 13 rights on files in the first version; later versions added moving and linking, truncation and device controls.
+    files = 0 if readable is None else (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
     net = 3 if ports is not None and abi >= 4 else 0
     scoped = _ABSTRACT_SOCKETS | _SIGNALS if abi >= 6 else 0
     attributes = _Ruleset(files, net, scoped)

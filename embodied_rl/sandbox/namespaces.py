@@ -51,7 +51,8 @@ def build_root(spec: Spec, owner: int) -> None:
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", temp, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, _ROOT_LIMIT)
     os.mkdir(temp + _OLD)
-    kernel.change_root(temp, temp + _OLD)
+    kernel.call("pivot_root", temp, temp + _OLD)
+    os.chdir("/")
     os.makedirs(temp, exist_ok=True)
     limit = f"size={spec['scratch_mb']}m,nr_inodes={_MAX_FILES},mode=1777"
     kernel.mount("tmpfs", temp, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, limit)
@@ -73,7 +74,7 @@ def build_root(spec: Spec, owner: int) -> None:
         os.makedirs("/etc", exist_ok=True)
         kernel.write("/etc/passwd", f"program:x:{owner}:{owner}::{scratch}:/bin/sh\n", os.O_CREAT)
         kernel.write("/etc/group", f"program:x:{owner}:\n", os.O_CREAT)
-    kernel.detach(_OLD)
+    kernel.call("umount2", _OLD, kernel.MNT_DETACH)
     os.rmdir(_OLD)
     closed = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", "/", flags=closed)

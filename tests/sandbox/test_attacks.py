@@ -19,9 +19,9 @@ import pytest
 
 from embodied_rl.sandbox import landlock, supervisor
 from embodied_rl.sandbox.box import (
-    ATTACKS,
     LEVELS,
-    Attack,
+    NUM_ATTACKS,
+    STOPPED,
     Box,
     Level,
     ProgramEnd,
@@ -30,7 +30,7 @@ from embodied_rl.sandbox.box import (
     run_boxed,
     run_program,
 )
-from tests.sandbox.attacks import DONE, LIMITS, REACHED, USED, Victim, box_of, made_victim, outlives, outlives_us, reach
+from tests.sandbox.attacks import ATTACKS, DONE, LIMITS, REACHED, USED, Attack, Victim, box_of, made_victim, outlives, outlives_us, reach
 
 
 @pytest.fixture
@@ -243,3 +243,5 @@ def test_the_page_shows_the_table() -> None:
         rows.append(f"| {attack.label} | {' | '.join(cells)} |")
     page = Path(__file__).parents[2] / "docs" / "sandbox.md"
     assert "\n".join(rows) in page.read_text(encoding="utf-8")
+    assert len(ATTACKS) == NUM_ATTACKS
+    assert {level: sum(level in attack.stopped for attack in ATTACKS) for level in LEVELS} == STOPPED, "the doctor reports it"

@@ -98,6 +98,7 @@ class AgentProxy:
         self._finished: deque[CapturedSession] = deque()
         self.shared_backend, self._can_constrain = BackendPump(backend), backend.can_constrain
         """The backend, also for users other than the proxy, as long as it is open."""
+        self._entry = {"id": options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
         self._routes = web.Routes("embodied_rl agent proxy", self._table(), _PROBLEM)
         try:
             self._server = web.HttpServer(
@@ -186,7 +187,10 @@ class AgentProxy:
                     "Number of tokens of a prompt.", "Its tokens.", {"input_tokens": web.COUNT}, body=(messages.fields, ["messages"])
                 ),
             ),
-            "GET /v1/models": (self._models, web.route("The served model.", "The one model.", {"data": web.LIST})),
+            "GET /v1/models": (
+                lambda request: web.Reply({"object": "list", "data": [self._entry]}),
+                web.route("The served model.", "The one model.", {"data": web.LIST}),
+            ),
             "GET /v1/models/{model:path}": (self._model, web.route("The model, by its name.", "The model.", {"id": web.TEXT})),
             "GET /v1/sessions": (self._list, web.route("The open sessions.", "Each of them.", {"sessions": web.LIST})),
             "POST /v1/sessions": (
@@ -195,19 +199,19 @@ class AgentProxy:
                     "Open a session.", "Its name and its key.", opened, body=({"id": web.TEXT, "metadata": web.OBJECT}, []), status="201"
                 ),
             ),
-            "GET /v1/sessions/{id}": (self._captured, web.route("Captured turns of a session.", "Its turns.")),
+            "GET /v1/sessions/{id}": (
+                lambda request, name: web.Reply(self._session(request, name).captured().to_dict()),
+                web.route("Captured turns of a session.", "Its turns."),
+            ),
             "POST /v1/sessions/{id}/reward": of_session(
                 "reward", "Reward a session, or one of its answers.", "All rewards so far.", "reward"
             ),
             "POST /v1/sessions/{id}/end": of_session("end", "End a session.", "All rewards."),
         }
 
-    def _models(self, request: web.HttpRequest) -> web.Reply:
-        return web.Reply({"object": "list", "data": [self._model_entry()]})
-
     def _model(self, request: web.HttpRequest, name: str) -> web.Reply:
         self._require_model(unquote(name))
-        return web.Reply(self._model_entry())
+        return web.Reply(self._entry)
 
     def _admit(self, request: web.HttpRequest) -> None:
         """Raise HttpProblem 401 if there is a token and the request has neither it nor a session's key."""
@@ -216,9 +220,6 @@ class AgentProxy:
         if request.path.startswith("/v1/sessions") and request.key not in self._book.keys:
             web.require_token(request, self._token)
         self._book.by_key(request.key)
-
-    def _model_entry(self) -> dict[str, Any]:
-        return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
 
     def _require_model(self, name: object) -> None:
         if name != self._options.model:
@@ -271,7 +272,7 @@ class AgentProxy:
             stream = interface.stream(chat, name, model, stop, len(request.prompt_ids))
             for found in self._stream_of(request, stop, gone, grows=True):
                 if isinstance(found, Completion):
-                    answer = self._kept(session, chat, parent, request, self._whole(found), name)
+                    answer = self._kept(session, chat, parent, request, found, name)
                     if not begun:
                         yield from stream.begin()
                     yield from stream.end(answer)
@@ -292,7 +293,7 @@ class AgentProxy:
         self, request: GenerationRequest, stop: StopTexts, gone: Callable[[], bool], grows: bool
     ) -> Iterator[list[int] | Completion]:
         """Tokens as they grow, then the completion, cut after the first stop text; the backend stops soon after that text. `grows` False:
-        tokens are only looked at for stop texts."""
+        tokens are only looked at for stop texts. Raises HttpProblem if the completion failed or was aborted."""
         num_seen = 0
 
         def enough(tokens: list[int]) -> bool:
@@ -302,7 +303,14 @@ class AgentProxy:
 
         with closing(self.shared_backend.stream(request, gone, enough if grows or stop.texts else None)) as pieces, _refused():
             for found in pieces:
-                yield stop.cut(found) if isinstance(found, Completion) else found
+                if isinstance(found, Completion):
+                    found = stop.cut(found)
+                    if found.failure is not None:
+                        status, kind = _FAILED.get(found.failure.kind, (502, found.failure.kind))
+                        raise web.HttpProblem(status, kind, found.failure.message)
+                    if found.finish_reason == "aborted":
+                        raise web.HttpProblem(503, "aborted", "The answer was aborted before its end.")
+                yield found
 
     def _session_of_key(self, key: str | None) -> Session:
         if self._book.open_to_any_key and key is not None and not _NAME.fullmatch(key):
@@ -331,9 +339,6 @@ class AgentProxy:
             web.require_token(request, self._token)
         return self._book.by_name(name)
 
-    def _captured(self, request: web.HttpRequest, name: str) -> web.Reply:
-        return web.Reply(self._session(request, name).captured().to_dict())
-
     def _rewarded(self, action: str, request: web.HttpRequest, name: str) -> web.Reply:
         session = self._session(request, name)
         body = request.body
@@ -353,7 +358,7 @@ class AgentProxy:
         def complete(request: GenerationRequest) -> Completion:
             *_, last = self._stream_of(request, stop, gone, grows=False)
             assert isinstance(last, Completion), "a stream ends with it"
-            return self._whole(last)
+            return last
 
         if len(requests) == 1:
             completions = [complete(requests[0])]
@@ -413,16 +418,6 @@ class AgentProxy:
             top_logprobs=chat.top_logprobs,
             messages=chat.messages if options.tells_messages else None,
         )
-
-    @staticmethod
-    def _whole(completion: Completion) -> Completion:
-        """Return the completion. Raises HttpProblem if it failed or was aborted."""
-        if completion.failure is not None:
-            status, kind = _FAILED.get(completion.failure.kind, (502, completion.failure.kind))
-            raise web.HttpProblem(status, kind, completion.failure.message)
-        if completion.finish_reason == "aborted":
-            raise web.HttpProblem(503, "aborted", "The answer was aborted before its end.")
-        return completion
 
     def _text(self, sampled: Sequence[int] | np.ndarray, stop_ids: tuple[int, ...]) -> str:
         """Text of sampled tokens, without the stop token at the end."""

@@ -329,21 +329,17 @@ class Session:
             if reward_id is None or reward_id not in self._reward_ids:
                 if self._captured is not None:
                     raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; its reward cannot change.")
-                self._give(reward, completion_id)
+                number = next((place for place, turn in enumerate(self._turns) if turn.completion_id == completion_id), None)
+                if completion_id is None:
+                    self._reward += reward
+                elif number is not None:
+                    self._turns[number] = replace(self._turns[number], reward=self._turns[number].reward + reward)
+                else:
+                    known = [turn.completion_id for turn in self._turns]
+                    raise HttpProblem(404, "unknown_turn", f"Session '{self.name}' has no answer '{completion_id}'.", choices=known)
                 self._num_rewards += 1
                 self._reward_ids.update([] if reward_id is None else [reward_id])
             return self.total_reward
-
-    def _give(self, reward: float, completion_id: str | None) -> None:
-        if completion_id is None:
-            self._reward += reward
-            return
-        for number, turn in enumerate(self._turns):
-            if turn.completion_id == completion_id:
-                self._turns[number] = replace(turn, reward=turn.reward + reward)
-                return
-        known = [turn.completion_id for turn in self._turns]
-        raise HttpProblem(404, "unknown_turn", f"Session '{self.name}' has no answer '{completion_id}'.", choices=known)
 
     def captured(self, ended_by: str = "") -> CapturedSession:
         """The session so far."""

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,21 +45,19 @@ def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
 
     Raises UserError: an unknown or missing kind or option.
     """
-    known = {
-        "random": (),
-        "scripted": ("target",),
-        "openai": ("base_url", "model", "api_key_env", "temperature", "max_tokens", "timeout_s"),
+    known: dict[str, tuple[Callable[..., Opponent], tuple[str, ...], tuple[str, ...]]] = {  # (class, needed options, others)
+        "random": (RandomOpponent, (), ()),
+        "scripted": (ScriptedOpponent, ("target",), ()),
+        "openai": (OpenAIOpponent, ("base_url", "model"), ("api_key_env", "temperature", "max_tokens", "timeout_s")),
     }
     require_known(kind, known, f"opponent='{kind}' is not a choice.")
+    made, needed, others = known[kind]
     for name in options:
-        require_known(name, known[kind], f"opponent={kind} does not take '{name}'.")
-    if kind == "random":
-        return RandomOpponent()
-    needed = ("target",) if kind == "scripted" else ("base_url", "model")
+        require_known(name, (*needed, *others), f"opponent={kind} does not take '{name}'.")
     for name in needed:
         if not options.get(name):
             raise UserError(f"opponent={kind} needs opponent_options.{name}.")
-    return ScriptedOpponent(str(options["target"])) if kind == "scripted" else OpenAIOpponent(**options)
+    return made(**options)
 
 
 def offered_moves(observation: str) -> list[str]:

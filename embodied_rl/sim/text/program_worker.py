@@ -64,25 +64,6 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-class Clients:
-    """OpenAI clients for successive sessions over the same connections: a new client costs more than an answer."""
-
-    def __init__(self) -> None:
-        """Raises SystemExit if the ``openai`` package is missing."""
-        try:
-            from openai import OpenAI
-        except ImportError as error:
-            raise SystemExit(f"sim.kwargs.function needs OpenAI's client ({error}): pip install openai") from error
-        self._new = OpenAI
-        self._first: OpenAI | None = None
-
-    def client(self, base_url: str, key: str) -> OpenAI:
-        """Client for the session that `key` opens."""
-        if self._first is None:
-            self._first = self._new(base_url=base_url, api_key=key)
-        return self._first.with_options(base_url=base_url, api_key=key)
-
-
 def episode_variables(episode: Mapping[str, Any]) -> dict[str, str]:
     """Environment variables of an episode's line, for packages that read them."""
     return {
@@ -110,12 +91,16 @@ def set_variables(variables: Mapping[str, str]) -> None:
         vars(os.environ)["_data"][os.fsencode(name)] = os.fsencode(value)
 
 
-def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> dict[str, Any]:
-    """Play one episode; returns the reply line. An exception of the function fails the episode, not the process."""
+def play(function: Function, client: OpenAI, episode: Mapping[str, Any]) -> dict[str, Any]:
+    """Play one episode; returns the reply line. An exception of the function fails the episode, not the process.
+
+    `client`: its connections serve all episodes, because a new client costs more than an answer.
+    """
     set_variables(episode_variables(episode))
     number = {"episode": episode["episode"]}
     try:
-        reward = function(clients.client(episode["base_url"], episode["api_key"]), dict(episode["task"]))
+        own = client.with_options(base_url=episode["base_url"], api_key=episode["api_key"])
+        reward = function(own, dict(episode["task"]))
         if reward is not None and not math.isfinite(reward := float(reward)):
             raise ValueError(f"the function returned {reward}, which is not a reward")
     except (Exception, SystemExit) as error:
@@ -125,10 +110,14 @@ def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> di
 
 
 def serve(function: Function, lines: Iterable[str], replies: TextIO) -> None:
-    """Answer every line until the input ends, because the parent closed it or ended."""
-    clients = Clients()
+    """Answer every line until the input ends, because the parent closed it or ended. Raises SystemExit if ``openai`` is missing."""
+    try:
+        from openai import OpenAI
+    except ImportError as error:
+        raise SystemExit(f"sim.kwargs.function needs OpenAI's client ({error}): pip install openai") from error
+    client = OpenAI(api_key="-")
     for line in lines:
-        replies.write(json.dumps(play(function, clients, json.loads(line))) + "\n")
+        replies.write(json.dumps(play(function, client, json.loads(line))) + "\n")
         replies.flush()
 
 

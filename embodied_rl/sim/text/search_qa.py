@@ -185,7 +185,9 @@ class SearchGame(TextGame):
             return TextTurn(f"No <search> and no <answer> was found. {INSTRUCTION}", info={"kind": "invalid"})
         kind, content = found[1].lower(), found[2].strip()
         if kind == "search":
-            return TextTurn(f"<information>\n{self._results(content)}\n</information>", info={"kind": "search"})
+            best = enumerate(self._index.best(content, self._num_results), 1)
+            shown = "\n".join(f"[{rank}] {doc.title}: {doc.text[:_SHOWN_CHARS]}" for rank, (_, doc) in best) or "nothing found"
+            return TextTurn(f"<information>\n{shown}\n</information>", info={"kind": "search"})
         exact = float(any(normalised(content) == normalised(answer) for answer in self.question.answers))
         f1 = max(word_f1(content, answer) for answer in self.question.answers)
         reward = exact if self._reward == "exact" else f1
@@ -199,10 +201,6 @@ class SearchGame(TextGame):
             return f"<answer>{chosen.answers[0]}</answer>"
         words = self.question.text.split()
         return f"<search>{' '.join(words[int(place)] for place in random.integers(len(words), size=2))}</search>"
-
-    def _results(self, query: str) -> str:
-        best = self._index.best(query, self._num_results)
-        return "\n".join(f"[{rank}] {doc.title}: {doc.text[:_SHOWN_CHARS]}" for rank, (_, doc) in enumerate(best, 1)) or "nothing found"
 
 
 def read_questions(path: Path) -> list[Question]:

@@ -10,7 +10,8 @@ import difflib
 import functools
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,7 +136,8 @@ class ArenaGame(TextGame):
         self._env = _made(self.task, self.kwargs)
         for number, opponent in enumerate(self.opponents):
             opponent.begin(seed * _MOST_PLAYERS + number)
-        _begun(self.task, self._env, self.players, seed)
+        with _data_of(self.task):
+            self._env.reset(num_players=self.players, seed=seed % 2**31)
         if self._let_others_play():
             raise RuntimeError(f"TextArena's '{self.task}' ended before seat {self._seat} had a turn.")
         return self._text
@@ -176,31 +178,28 @@ def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:
     env = _made(task, kwargs)
     for players in range(1, _MOST_PLAYERS + 1):
         try:
-            _begun(task, env, players, 0)
+            with _data_of(task):
+                env.reset(num_players=players, seed=0)
         except AssertionError:  # games reject a number of players this way
             continue
         return players
     raise UserError(f"TextArena's '{task}' takes none of 1 to {_MOST_PLAYERS} players.")
 
 
-def _begun(task: str, env: Env, players: int, seed: int) -> None:
-    try:
-        env.reset(num_players=players, seed=seed % 2**31)
-    except LookupError as error:  # raised by nltk
-        raise _needs(task, error) from error
-
-
 def _made(task: str, kwargs: Mapping[str, Any]) -> Env:
     check_arguments(registered()[task].entry_point, kwargs, f"TextArena's '{task}'")
-    try:
+    with _data_of(task):
         return importlib.import_module("textarena").make(task, **kwargs)
+
+
+@contextmanager
+def _data_of(task: str) -> Iterator[None]:
+    """Turn what nltk raises for missing data into a MissingAssetsError."""
+    try:
+        yield
     except LookupError as error:
-        raise _needs(task, error) from error
-
-
-def _needs(task: str, error: Exception) -> UserError:
-    family = task.partition("-v")[0]
-    what = next((what for what, names in NEEDS_DATA.items() if family in names), "data that is not on this machine")
-    first = next((line for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", first).strip()
-    return MissingAssetsError(f"TextArena's '{task}' needs {what} ({plain}).")
+        family = task.partition("-v")[0]
+        what = next((what for what, names in NEEDS_DATA.items() if family in names), "data that is not on this machine")
+        first = next((line for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", first).strip()
+        raise MissingAssetsError(f"TextArena's '{task}' needs {what} ({plain}).") from error

@@ -112,13 +112,10 @@ class WorldGame(CommandGame):
         self._folder = tempfile.TemporaryDirectory(prefix="textworld")
         self._files: OrderedDict[int, Path] = OrderedDict()
         self._score = 0.0
-        self.walkthrough: list[str] = []
-        """Shortest solution of the running game, as its generator knows it."""
 
     def reset(self, seed: int) -> str:
         number = seed if self._num_games is None or seed >= HELD_OUT_START else seed % self._num_games
         self._env.load(str(self._file(number)))
-        self.walkthrough = list(self._env._game.metadata.get("walkthrough") or [])
         self._state, self._score = self._env.reset(), 0.0
         return self._text(f"Task: {self._state['objective']}\n{describe(self._state['facts'])}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -98,9 +98,10 @@ class ToyGame(GridGame):
 
     def draw(self, size: int) -> np.ndarray:
         """See `GridGame.draw`: the board's lines as tiles; for Blackjack the words."""
-        lines = self.text().splitlines()
-        board = [line for line in lines if " " not in line]
-        return draw_board("\n".join(board), COLOURS, size) if board else _draw_lines(lines, size)
+        from embodied_rl.sim.film import text_panel
+
+        board = "\n".join(line for line in self.text().splitlines() if " " not in line)
+        return draw_board(board, COLOURS, size) if board else text_panel(self.text(), size)
 
     def state(self) -> dict[str, Any]:
         own = vars(self._env)
@@ -127,18 +128,6 @@ class ToyGame(GridGame):
 
         hand, ace = self._env.player, "a usable ace" if usable_ace(self._env.player) else "no usable ace"
         return f"Your cards: {' '.join(map(str, hand))}; {sum_hand(hand)} in all, {ace}.\nThe dealer shows {self._env.dealer[0]}."
-
-
-def _draw_lines(lines: Sequence[str], size: int) -> np.ndarray:
-    """Lines of text on a picture [H, size, 3] uint8."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    height = max(8, 2 * size // max(len(line) for line in lines))
-    image = Image.new("RGB", (size, 2 * height * len(lines)), (30, 70, 45))
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(height)
-    for number, line in enumerate(lines):
-        draw.text((height // 2, (2 * number + 0.5) * height), line, fill=(240, 240, 240), font=font)
-    return np.asarray(image, np.uint8).copy()
 
 
 def player(observation: str) -> str:

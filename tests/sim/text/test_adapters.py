@@ -294,10 +294,11 @@ def test_textworld_is_solved_by_its_walkthrough() -> None:
     for seed in (7, HELD_OUT_START + 1):
         out = started(sim, seed)
         game: Any = sim._games[0]
-        assert len(game.walkthrough) == 3
+        walkthrough = game._env._game.metadata["walkthrough"]
+        assert len(walkthrough) == 3
         assert "You are in the" in out.observation["text"][0]
         total = 0.0
-        for command in game.walkthrough:
+        for command in walkthrough:
             assert command in out.observation["text"][0], "a command that solves it is offered"
             say(sim, out, command)
             total += float(out.reward[0])
