@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.errors import UserError
@@ -31,10 +31,8 @@ _NEVER = float("inf")
 class Worker:
     """Steps slots and answers requests until the manager lets go."""
 
-    def __init__(
-        self, channel: Channel, runners: list[SlotRunner], slab: Slab, released: threading.Event, *, awaits_resume: bool, spins: bool
-    ) -> None:
-        self.channel, self.runners, self._released, self._awaits_resume = channel, runners, released, awaits_resume
+    def __init__(self, channel: Channel, runners: list[SlotRunner], slab: Slab, released: threading.Event, *, spins: bool) -> None:
+        self.channel, self.runners, self._released = channel, runners, released
         self.current = runners[0]
         """Runner whose simulator was called last."""
         arrays, index = slab.arrays, runners[0].index
@@ -52,19 +50,17 @@ class Worker:
             if self._control_pending[0]:
                 self._control_pending[0] = 0
                 self._control()
-            if not self._awaits_resume:
-                for runner in self.runners:
-                    self.current = runner
-                    if runner.step_pending():
-                        self.manager_doorbell.ring()
+            for runner in self.runners:
+                self.current = runner
+                if runner.step_pending():
+                    self.manager_doorbell.ring()
 
     def _has_work(self) -> bool:
         if self._control_pending[0]:
             return True
-        if not self._awaits_resume:
-            for state in self._states:  # a generator would cost more than the loop
-                if PENDING in state.tobytes():
-                    return True
+        for state in self._states:  # noqa: SIM110  # a generator would cost more than the loop
+            if PENDING in state.tobytes():
+                return True
         return False
 
     def _of(self, slot: int) -> SlotRunner:
@@ -98,16 +94,19 @@ class Worker:
             values = [read(self._of(slot), slot - self.current.start) for slot in message["slots"]]
             self.channel.answer({"kind": "done", "slots": message["slots"]}, encode_state(values))
         elif operation == "resume":
-            drift: dict[str, float | None] = {}
-            for item in decode_state(payload):
-                runner = self._of(int(item["slot"]))
-                runner.mark_stepping(int(item["slot"]) - runner.start)
-                drift[str(item["slot"])] = runner.resume(item)
-            self.current.mark_stepping(None)
-            self._awaits_resume = False
-            self.channel.answer({"kind": "done", "drift": drift})
+            self.channel.answer({"kind": "done", "drift": self.resume(payload)})
         else:
             raise ChannelGarbled(f"a request for {operation!r:.40}")
+
+    def resume(self, payload: bytes) -> dict[str, float | None]:
+        """Resume episodes; returns {slot: see `SlotRunner.resume`}."""
+        drift: dict[str, float | None] = {}
+        for item in decode_state(payload):
+            runner = self._of(int(item["slot"]))
+            runner.mark_stepping(int(item["slot"]) - runner.start)
+            drift[str(item["slot"])] = runner.resume(item)
+        self.current.mark_stepping(None)
+        return drift
 
 
 # ---- process --------------------------------------------------------------------------------------------------------
@@ -119,13 +118,11 @@ def _own_warnings() -> Iterator[list[str]]:
     said: list[str] = []
     show, package = warnings.showwarning, Path(__file__).parents[1]
 
-    def keep(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
-    ) -> None:
+    def keep(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
         if category is UserWarning and Path(filename).is_relative_to(package):
             said.append(str(message))
         else:
-            show(message, category, filename, lineno, file, line)
+            show(message, category, filename, *rest)
 
     warnings.showwarning = keep
     try:
@@ -145,15 +142,15 @@ def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
 
 def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], sims: list[SimEnv], facts: dict[str, Any]) -> None:
     channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **facts})
-    message, _, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
+    message, payload, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
     slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]
     if placement := assignment["placement"]:
         apply_placement(*placement)
     runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]
-    worker = Worker(channel, runners, slab, released, awaits_resume=assignment["awaits_resume"], spins=assignment["spins"])
-    channel.answer({"kind": "done"})
+    worker = Worker(channel, runners, slab, released, spins=assignment["spins"])
     try:
+        channel.answer({"kind": "done", "drift": worker.resume(payload) if payload else {}})
         worker.run()
     except ChannelClosed:
         return

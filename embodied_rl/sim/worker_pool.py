@@ -157,11 +157,8 @@ class WorkerPool:
                 warnings.warn(text, stacklevel=2)
         return spec
 
-    def share(self, index: int, *, awaits_resume: bool = False) -> None:
-        """Send a worker the slab and its slots; it answers once it has mapped the slab.
-
-        `awaits_resume`: slots may be marked already, and the worker must not step them before it has resumed their episodes.
-        """
+    def share(self, index: int, episodes: bytes = b"") -> None:
+        """Send a worker the slab, its slots and the `episodes` to resume before it steps; it answers once it has."""
         plan, worker = self.plan, self.workers[index]
         assignment = {
             "worker": index,
@@ -171,15 +168,16 @@ class WorkerPool:
             "success_ends_episode": plan.success_ends_episode,
             "chunk_size": plan.chunk_size,
             "autoreset": plan.autoreset,
-            "awaits_resume": awaits_resume,
             "spins": self._spins,
             "placement": self._placement(index) if worker in self._were_spares else None,
         }
         layout = self.slab.layout
-        worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment}, fds=[self.slab.fd])
+        worker.request(
+            {"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment}, episodes, fds=[self.slab.fd]
+        )
 
-    def replace(self, index: int) -> bool:
-        """Replace a worker that is gone. Returns True if the new one was a spare, whose simulator is built or being built."""
+    def replace(self, index: int) -> None:
+        """Replace a worker that is gone, by a spare if there is one, whose simulator is built or being built."""
         sizes = [len(run) for run in self.runs[index]]
         for spare in self.spares:
             if spare.num_envs == sizes and spare.alive():
@@ -187,9 +185,8 @@ class WorkerPool:
                 self._were_spares.add(spare)
                 spare.index = index
                 self.workers[index] = spare
-                return True
+                return
         self.workers[index] = self._spawn(index)
-        return False
 
     def remove(self, index: int) -> None:
         """End a failed worker, which then writes nothing more, and clear its words in the slab."""

@@ -22,7 +22,7 @@ from embodied_rl.sim.core_binding import CoreBinding, CoreLocks
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
-from embodied_rl.sim.process import Patience, WorkerProcess, close_all, done
+from embodied_rl.sim.process import Patience, WorkerProcess, close_all
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
@@ -50,7 +50,6 @@ class _Phase(enum.Enum):
     LIVE = enum.auto()
     PAUSED = enum.auto()
     STARTING = enum.auto()
-    MAPPING = enum.auto()
     RESUMING = enum.auto()
 
 
@@ -235,12 +234,8 @@ class Supervisor:
             spec = self.pool.receive_spec(index)
             if spec != self.pool.spec:
                 raise UserError(f"Worker {index} came back with another simulator: {spec.to_dict()} instead of {self.pool.spec.to_dict()}.")
-            self.pool.share(index, awaits_resume=True)
-            watch.phase, watch.deadline = _Phase.MAPPING, now + timeout
-        elif watch.phase is _Phase.MAPPING:
-            worker.receive(timeout, "map the shared memory", done)
             watch.items = self._resume_items(index)
-            self._request(index, {"operation": "resume"}, encode_state(watch.items))
+            self.pool.share(index, encode_state(watch.items))
             watch.phase, watch.deadline = _Phase.RESUMING, now + timeout
         else:
             self._is_back(index, watch, worker.receive(timeout, "take up its episodes", read_drift), now)

@@ -68,7 +68,7 @@ class Chaos:
                 os.kill(victim, signal.SIGSTOP)
                 self.stops.append(victim)
                 self.calls = 0
-        elif back or watch.phase in (_Phase.STARTING, _Phase.MAPPING):
+        elif back or watch.phase is _Phase.STARTING:
             above = self.parents and len(self.kills) % 2 == 1
             os.kill(psutil.Process(victim).ppid() if above else victim, signal.SIGKILL)
             self.kills.append(victim)
