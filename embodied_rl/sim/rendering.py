@@ -79,10 +79,8 @@ def vulkan_device() -> str | None:
         return None
     command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), loader]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
-    except (subprocess.TimeoutExpired, OSError):
-        return None
-    if result.returncode != 0:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL, check=True)
+    except (subprocess.SubprocessError, OSError):
         return None
     devices = json.loads(result.stdout.strip().splitlines()[-1])
     return next((device["name"] for device in devices if _is_usable(device)), None)
@@ -113,8 +111,9 @@ def _accelerated_vulkan() -> bool:
     names = " ".join(path.name for path in _system_drivers())
     if "nvidia" in names and Path("/dev/nvidiactl").exists():
         return True
-    has_render_node = any(Path("/dev/dri").glob("renderD*")) if Path("/dev/dri").is_dir() else False
-    return has_render_node and any(vendor in names for vendor in ("radeon", "amd", "intel", "nouveau", "asahi", "freedreno"))
+    return any(Path("/dev/dri").glob("renderD*")) and any(
+        vendor in names for vendor in ("radeon", "amd", "intel", "nouveau", "asahi", "freedreno")
+    )
 
 
 def _system_drivers() -> list[Path]:
@@ -133,10 +132,7 @@ def _vulkan_loader() -> str | None:
     """Vulkan loader that SAPIEN would load: the system's, else the one in its own package."""
     if _loads("libvulkan.so.1"):
         return "libvulkan.so.1"
-    try:
-        spec = importlib.util.find_spec("sapien")
-    except (ImportError, ValueError):
-        return None
+    spec = importlib.util.find_spec("sapien")
     if spec is None or spec.origin is None:
         return None
     bundled = sorted((Path(spec.origin).parent / "vulkan_library").glob("libvulkan.so*"))
@@ -171,28 +167,13 @@ def _is_usable(device: dict[str, int | str]) -> bool:
     return device["vendor"] != _MESA_VENDOR_ID or (api >> 22 & 0x7F, api >> 12 & 0x3FF) >= MIN_LAVAPIPE_API
 
 
-class _InstanceInfo(ctypes.Structure):
-    """VkInstanceCreateInfo without layers or extensions."""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("next", ctypes.c_void_p),
-        ("flags", ctypes.c_uint32),
-        ("application", ctypes.c_void_p),
-        ("layer_count", ctypes.c_uint32),
-        ("layers", ctypes.c_void_p),
-        ("extension_count", ctypes.c_uint32),
-        ("extensions", ctypes.c_void_p),
-    ]
-
-
 def _list_devices(loader: str) -> list[dict[str, int | str]]:
     """List the Vulkan loader's devices (Vulkan 1.0 calls only)."""
     for driver in os.environ.get("VK_ICD_FILENAMES", "").split(os.pathsep):
         _preload(Path(driver).parent)
     vulkan = ctypes.CDLL(loader)
     instance = ctypes.c_void_p()
-    create_info = _InstanceInfo(type=1)  # VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO
+    create_info = (ctypes.c_uint64 * 8)(1)  # VkInstanceCreateInfo: its type, 1, and neither layers nor extensions
     if vulkan.vkCreateInstance(ctypes.byref(create_info), None, ctypes.byref(instance)) != _VK_SUCCESS:
         return []
     count = ctypes.c_uint32()
