@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ Slots = range | Sequence[int] | np.ndarray
 Actions = np.ndarray | Sequence[str]
 """[n, A], with chunks [n, k, A], or one text per slot."""
 
-_SCATTERED_KEPT = 1024
+_KEPT = 1024
+"""Sets of slots whose views are kept."""
 
 
 class SlotViews:
@@ -191,9 +193,7 @@ class ViewsOfSlots:
     """Caches the `SlotViews` of a `WorkerPool`: callers use a few ranges, and repeat scattered sets."""
 
     def __init__(self, pool: WorkerPool, num_slots: int, chunk_size: int) -> None:
-        self._pool, self._num_slots, self._chunk_size = pool, num_slots, chunk_size
-        self._ranges: dict[range, SlotViews] = {}
-        self._scattered: dict[tuple[int, ...], SlotViews] = {}
+        self._made = lru_cache(_KEPT)(partial(_checked_views, pool, num_slots, chunk_size))
         self._last: tuple[range | None, SlotViews | None] = (None, None)
 
     def of(self, slots: Slots) -> SlotViews:
@@ -202,27 +202,21 @@ class ViewsOfSlots:
         if slots is last and views is not None:
             return views
         if isinstance(slots, range) and slots.step == 1:
-            known = self._ranges.get(slots)
-            if known is None:
-                known = self._ranges[slots] = SlotViews(self._pool, self._checked(slots), self._chunk_size)
-            self._last = (slots, known)
-            return known
+            views = self._made(slots)
+            self._last = (slots, views)
+            return views
         ids = sorted(slots.tolist() if isinstance(slots, np.ndarray) else map(int, slots))
         if ids and ids[-1] - ids[0] == len(ids) - 1 and len(set(ids)) == len(ids):
             return self.of(range(ids[0], ids[-1] + 1))
-        scattered = self._scattered.get(key := tuple(ids))
-        if scattered is None:
-            if len(self._scattered) >= _SCATTERED_KEPT:
-                self._scattered.clear()
-            scattered = self._scattered[key] = SlotViews(self._pool, self._checked(ids), self._chunk_size)
-        return scattered
+        return self._made(tuple(ids))
 
-    def _checked(self, slots: range | list[int]) -> range | np.ndarray:
-        if len(slots) and not (slots[0] >= 0 and slots[-1] < self._num_slots):
-            raise ValueError(f"Slots {slots} are not within 0 … {self._num_slots - 1}.")
-        if len(set(slots)) < len(slots):
-            raise ValueError(f"Slots {slots} name a slot twice.")
-        return slots if isinstance(slots, range) else np.asarray(slots, np.int64)
+
+def _checked_views(pool: WorkerPool, num_slots: int, chunk_size: int, slots: range | tuple[int, ...]) -> SlotViews:
+    if len(slots) and not (slots[0] >= 0 and slots[-1] < num_slots):
+        raise ValueError(f"Slots {list(slots)} are not within 0 … {num_slots - 1}.")
+    if len(set(slots)) < len(slots):
+        raise ValueError(f"Slots {list(slots)} name a slot twice.")
+    return SlotViews(pool, slots if isinstance(slots, range) else np.asarray(slots, np.int64), chunk_size)
 
 
 def ascending(slots: Slots, actions: Actions | Sequence[int]) -> tuple[Slots, Any]:

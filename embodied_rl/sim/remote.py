@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -89,14 +90,13 @@ class RemoteSim(SimEnv):
     def made(client: JsonClient, num_envs: int, sim: str, task: str | None, kwargs: Mapping[str, Any], start_timeout_s: float) -> RemoteSim:
         """Make new environments. Raises UserError: no service answers, or it refuses."""
         asked = {"sim": sim, "task": task, "kwargs": dict(kwargs), "count": num_envs, "encoding": "base64"}
-        try:
+        with ExitStack() as undo:
+            undo.callback(client.close)
             require_server(client, "/v1/health")
             answer = client.call("POST", "/v1/environments", {**asked, "request": secrets.token_hex(12)}, deadline_s=start_timeout_s)
             if answer.status != 201:
                 raise _error(answer, f"simulator '{sim}' cannot be made at {client.url}")
-        except BaseException:
-            client.close()
-            raise
+            undo.pop_all()
         env_ids = [str(env_id) for env_id in answer.body["environments"]]
         return RemoteSim(client, env_ids, decode_spec(answer.body["spec"]), [0] * num_envs)
 
@@ -106,15 +106,14 @@ class RemoteSim(SimEnv):
         UserError: no service answers at the URL, or no environment is named; RemoteFault: one of them is gone."""
         if not env_ids:
             raise UserError("Name at least one environment to continue with.")
-        try:
+        with ExitStack() as undo:
+            undo.callback(client.close)
             require_server(client, "/v1/health")
             found = [client.call("GET", f"/v1/environments/{env_id}") for env_id in env_ids]
             for env_id, answer in zip(env_ids, found, strict=True):
                 if answer.status != 200:
                     raise _error(answer, f"environment '{env_id}' at {client.url} cannot be continued")
-        except BaseException:
-            client.close()
-            raise
+            undo.pop_all()
         numbers = [int(answer.body["number"] or 0) for answer in found]
         return RemoteSim(client, env_ids, decode_spec(found[0].body["spec"]), numbers)
 

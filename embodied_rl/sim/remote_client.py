@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,9 +101,9 @@ class JsonClient:
         attempt = 0
         said: RemoteFault | None = None
         while True:
-            attempt += 1
-            sent = False
-            wait = self._wait_s(attempt)
+            attempt, sent = attempt + 1, False
+            longest = min(self.patience.first_wait_s * 2.0 ** (attempt - 1), self.patience.max_wait_s)
+            wait = longest * (0.5 + 0.5 * self._random.random())
             try:
                 connection = self._connected(until)
                 sent = True
@@ -132,20 +131,12 @@ class JsonClient:
             self._connection.close()
             self._connection = None
 
-    def _wait_s(self, attempt: int) -> float:
-        longest = min(self.patience.first_wait_s * 2.0 ** (attempt - 1), self.patience.max_wait_s)
-        return longest * (0.5 + 0.5 * self._random.random())
-
     def _connected(self, until: float) -> http.client.HTTPConnection:
         timeout = min(self.patience.attempt_s, max(until - time.monotonic(), 0.05))
         if self._connection is None:
             host = str(self._parts.hostname)
-            if self._parts.scheme == "https":
-                self._connection = http.client.HTTPSConnection(
-                    host, self._parts.port, timeout=timeout, context=ssl.create_default_context()
-                )
-            else:
-                self._connection = http.client.HTTPConnection(host, self._parts.port, timeout=timeout)
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            self._connection = kind(host, self._parts.port, timeout=timeout)
         if self._connection.sock is None:  # a new connection, or one that the server's last answer closed (HTTP/1.0, Connection: close)
             self._connection.timeout = timeout
             self._connection.connect()

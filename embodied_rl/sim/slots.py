@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -125,9 +126,8 @@ class SlotRunner:
             key: VariableLengthBuffers(f"inner_observation/{key}", part, arrays, *(at * (self.chunk_size - 1) for at in (start, stop)))
             for key, part in (spec.variables.items() if self.chunk_size > 1 else ())
         }
-        self._reported = {
-            name: arrays[f"episode_{name}"][rows] for name in ("return", "length", "seed", "index", "success_once", "success_at_end")
-        }
+        ends = ("return", "length", "seed", "index", "success_once", "success_at_end")
+        self._reported = [arrays[f"episode_{name}"][rows] for name in ends]
         self._progress = memory_of(arrays["progress"][self.index, :1]).cast("B").cast("I")
         self._stepping = arrays["stepping"][self.index]
         # State of the running episodes:
@@ -141,7 +141,7 @@ class SlotRunner:
         ]
         self._floats = [part for part in self._tensors.values() if part.dtype.kind == "f"]
         self._all = list(range(self.num_envs))
-        self._parts: dict[bytes, _Part] = {}
+        self._part = lru_cache(256)(lambda pending: _Part(self, [env_id for env_id, on in enumerate(pending) if on]))
         self._marks_before = b""
         self._part_before: _Part
         self._free_steps = 0
@@ -175,21 +175,12 @@ class SlotRunner:
             return False
         if not self._abort_due and not self._cautious and self._begin_bytes.tobytes() == self._none_begin:
             if marks != self._marks_before:
-                self._marks_before, self._part_before = marks, self._part(marks)
+                self._marks_before, self._part_before = marks, self._part(marks.translate(_ONLY_PENDING))
             self._step(self._part_before)
         else:
             self._step_some([env_id for env_id, mark in enumerate(marks) if mark == PENDING])
         self._progress[0] = (self._progress[0] + 1) & 0xFFFFFFFF
         return True
-
-    def _part(self, marks: bytes) -> _Part:
-        key = marks.translate(_ONLY_PENDING)
-        part = self._parts.get(key)
-        if part is None:
-            if len(self._parts) >= 256:
-                self._parts.clear()
-            part = self._parts[key] = _Part(self, [env_id for env_id, on in enumerate(key) if on])
-        return part
 
     def _step_some(self, ids: list[int]) -> None:
         # After a fault: one at a time, with a mark that outlives this process, so that a second failure reveals the culprit.
@@ -295,6 +286,11 @@ class SlotRunner:
         out.terminated[rows], out.truncated[rows] = terminated[rows], truncated[rows]
         return (terminated | truncated)[rows]
 
+    def _clear_outcome(self, rows: np.ndarray) -> None:
+        for part in self.out.scalars.values():
+            part[rows] = 0
+        self._clear_chunk(rows)
+
     def _clear_chunk(self, rows: Rows) -> None:
         for name in self._chunk.keys() & {"chunk_reward", "chunk_success", "executed"}:
             self._chunk[name][rows] = 0
@@ -364,8 +360,7 @@ class SlotRunner:
         self.streams = [SeedStream(seeds, seed_round, self.start + env_id, self.num_slots) for env_id in self._all]
         self.episode_index[:] = 0
         self._abort_due.clear()
-        for part in (self.out.reward, self.out.terminated, self.out.truncated, self.out.success):
-            part[:] = 0
+        self._clear_outcome(np.asarray(self._all))
         self._reset(self._all, {"reconfigure": True} if reconfigure else {})
         if self._buffers:
             self._publish_buffers(self._all)
@@ -382,26 +377,20 @@ class SlotRunner:
                 buffers.write(env_id, self.out.observation[key][env_id])
         for env_id in ended:
             self._final_info.write(env_id, plain_info(self.out.info[env_id]))
-        self._reported["return"][rows] = self.returns[rows]
-        self._reported["length"][rows] = self.lengths[rows]
-        self._reported["seed"][rows] = self.episode_seed[rows]
-        self._reported["index"][rows] = self.episode_index[rows]
-        self._reported["success_once"][rows] = self.success_once[rows]
-        self._reported["success_at_end"][rows] = self.out.success[rows]
+        ends = (self.returns, self.lengths, self.episode_seed, self.episode_index, self.success_once, self.out.success)
+        for reported, values in zip(self._reported, ends, strict=True):
+            reported[rows] = values[rows]
 
     def _begin_given(self, ids: list[int]) -> None:
         """Begin new episodes with the manager's seeds; publishes only their first observation."""
-        out = self.out
         for env_id in ids:
             seeds = EpisodeSeeds.given(int(self._begin_seed[env_id]))
             self.streams[env_id] = SeedStream(seeds, 0, self.start + env_id, self.num_slots)
             self.episode_index[env_id] = 0
         self._reset(ids, {})
-        rows = np.asarray(ids)
-        out.reward[rows], out.terminated[rows], out.truncated[rows], out.success[rows] = 0.0, False, False, False
-        self._clear_chunk(rows)
+        self._clear_outcome(np.asarray(ids))
         self._publish_buffers(ids)
-        self._begin[rows] = 0
+        self._begin[np.asarray(ids)] = 0
         fence()
         self._mark(ids, [READY] * len(ids))
 
@@ -435,8 +424,8 @@ class SlotRunner:
         for key, buffers in self._buffers.items():
             buffers.copy_row(env_id, self._final_buffers[key])
         self._final_info.write(env_id, {})
-        self._clear_chunk(np.asarray([env_id]))
-        self.out.reward[env_id], self.out.terminated[env_id], self.out.truncated[env_id], self.out.success[env_id] = 0.0, False, True, False
+        self._clear_outcome(np.asarray([env_id]))
+        self.out.truncated[env_id] = True
         self._publish_buffers([env_id])
         fence()
         self._mark([env_id], [ABORTED])
@@ -464,12 +453,11 @@ class SlotRunner:
         self.episode_index[env_id] = item["index"]
         self._abort_due.discard(env_id)
         self._cautious = bool(item["cautious"])
+        self._start_counting([env_id])
         if item["abort"]:
-            self._start_counting([env_id])
             self._abort_due.add(env_id)
             return None
         scratch = StepBuffers.allocate(self.sim.spec, self.num_envs)
-        self._start_counting([env_id])
         base = item["base"]
         if base is None:
             self.sim.reset([env_id], [int(self.episode_seed[env_id])], scratch, item["options"])
@@ -483,35 +471,24 @@ class SlotRunner:
             self._replay(env_id, action, scratch)
         if item["actions"]:
             self.sim.observe([env_id], scratch)
-        return self._compare_and_publish(env_id, item, scratch)
-
-    def _replay(self, env_id: int, action: np.ndarray | str, scratch: StepBuffers) -> None:
-        steps: Sequence[np.ndarray | str] | np.ndarray = action if self.chunk_size > 1 else [action]
-        rows = np.asarray([env_id])
-        for number, step in enumerate(steps):
-            batch: np.ndarray
-            if isinstance(step, str):
-                batch = np.empty(1, dtype=object)
-                batch[0] = step
-            else:
-                batch = np.asarray(step)[None]
-            self.sim.advance([env_id], batch, scratch)
-            self._count(rows, scratch)
-            if scratch.terminated[env_id] or scratch.truncated[env_id]:
-                raise ReplayEnded(
-                    f"slot {self.start + env_id}: the episode of seed {self.episode_seed[env_id]} ended after {number + 1} steps"
-                )
-
-    def _compare_and_publish(self, env_id: int, item: Mapping[str, Any], scratch: StepBuffers) -> float | None:
-        seen = item["observation"]
-        drift: float | None = None
-        if seen is not None:
-            drift = max((_difference(scratch.observation[key][env_id], value) for key, value in seen.items()), default=0.0)
         if item["publish"]:
             for key, part in scratch.observation.items():
                 self.out.observation[key][env_id] = part[env_id]
             self._publish_buffers([env_id])
-        return drift
+        seen = item["observation"]
+        if seen is None:
+            return None
+        return max((_difference(scratch.observation[key][env_id], value) for key, value in seen.items()), default=0.0)
+
+    def _replay(self, env_id: int, action: np.ndarray | str, scratch: StepBuffers) -> None:
+        steps: Sequence[np.ndarray | str] | np.ndarray = action if self.chunk_size > 1 else [action]
+        for number, step in enumerate(steps):
+            self.sim.advance([env_id], np.array([step], object if isinstance(step, str) else None), scratch)
+            self._count(np.asarray([env_id]), scratch)
+            if scratch.terminated[env_id] or scratch.truncated[env_id]:
+                raise ReplayEnded(
+                    f"slot {self.start + env_id}: the episode of seed {self.episode_seed[env_id]} ended after {number + 1} steps"
+                )
 
     def where(self, rows: list[int]) -> dict[str, Any]:
         """Slots, episode seeds and step numbers of environments, for a fault report."""
