@@ -118,11 +118,11 @@ def _own_warnings() -> Iterator[list[str]]:
     said: list[str] = []
     show, package = warnings.showwarning, Path(__file__).parents[1]
 
-    def keep(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+    def keep(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **named: Any) -> None:
         if category is UserWarning and Path(filename).is_relative_to(package):
             said.append(str(message))
         else:
-            show(message, category, filename, *rest)
+            show(message, category, filename, *rest, **named)
 
     warnings.showwarning = keep
     try:
