@@ -22,7 +22,7 @@ from embodied_rl.media.dialogues import film_captured
 from embodied_rl.media.episodes import FilmedEpisode, Moment
 from embodied_rl.media.overlays import Film, Overlays, annotate, parse_overlays
 from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn
-from embodied_rl.sim.film import PAPER, text_panel
+from embodied_rl.sim.instrumented import PAPER, text_panel
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec
 from embodied_rl.video import border_width

@@ -25,7 +25,7 @@ from embodied_rl.media import episodes as filming_episodes
 from embodied_rl.media.episodes import MAX_STEPS_SHOWN, FilmedEpisode, Selection, film
 from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
 from embodied_rl.policies.actor_critic import build_policy
-from embodied_rl.sim.film import filmed
+from embodied_rl.sim.instrumented import filmed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.seeding import EpisodeSeeds

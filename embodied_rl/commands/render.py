@@ -38,8 +38,7 @@ from embodied_rl.media.overlays import FORMATS, Film, Overlays, Pictures, Row, f
 from embodied_rl.progress import progress_bar
 from embodied_rl.rollout.replaying import Replayer, check_fits
 from embodied_rl.sim.faults import SimFault
-from embodied_rl.sim.film import filmed
-from embodied_rl.sim.instrumented import instrumented, plain_spec
+from embodied_rl.sim.instrumented import filmed, instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.trust import trusted_names

@@ -16,7 +16,7 @@ from embodied_rl.media.overlays import Film, Overlays, Pictures, Row, free_names
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.rollout.programs import episode_of_session
 from embodied_rl.serving.agents.sessions import CapturedSession, read_captured
-from embodied_rl.sim.film import text_panel
+from embodied_rl.sim.instrumented import text_panel
 from embodied_rl.types import ActionSpec, EpisodeSummary
 
 

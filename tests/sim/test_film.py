@@ -10,7 +10,7 @@ import pytest
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim.factory import SimFactory, SimWrapper
-from embodied_rl.sim.film import FilmedSim, filmed
+from embodied_rl.sim.instrumented import FilmedSim, filmed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import configure_rendering, mujoco_backend, vulkan_available
 from embodied_rl.sim.seeding import EpisodeSeeds
