@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, fence, memory_of
-from embodied_rl.sim.variable_length import INFO_BUFFER
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, INFO_BUFFER, PENDING, READY, Marks, fence, memory_of
 from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.specs import Rows
 from embodied_rl.types import EpisodeSummary, StepBatch

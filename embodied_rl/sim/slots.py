@@ -12,8 +12,20 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
-from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, plain_info
+from embodied_rl.sim.transport import (
+    ABORTED,
+    ENDED,
+    IDLE,
+    INFO_BUFFER,
+    PENDING,
+    READY,
+    Marks,
+    Slab,
+    VariableLengthBuffers,
+    fence,
+    memory_of,
+    plain_info,
+)
 from embodied_rl.specs import PartValue, Rows
 from embodied_rl.types import StepBuffers, VariableSpec
 

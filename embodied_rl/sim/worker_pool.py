@@ -17,8 +17,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, available_cores
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.process import WorkerProcess, done
-from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, memory_of, slab_layout
-from embodied_rl.sim.variable_length import VariableLengthBuffers
+from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, VariableLengthBuffers, memory_of, slab_layout
 from embodied_rl.types import SimSpec, VariableSpec
 
 

@@ -8,7 +8,7 @@ import pytest
 from embodied_rl.errors import UserError
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, buffer_fields, plain_info
+from embodied_rl.sim.transport import INFO_BUFFER, VariableLengthBuffers, buffer_fields, plain_info
 from embodied_rl.types import VariableSpec
 
 pytestmark = pytest.mark.usefixtures("forked")

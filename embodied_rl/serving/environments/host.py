@@ -19,13 +19,13 @@ from embodied_rl.distributed.channel import Channel
 from embodied_rl.errors import UserError
 from embodied_rl.files import finite
 from embodied_rl.serving.http_server import HttpProblem
-from embodied_rl.sim.child import fault, live
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.slots import NonFiniteOutput
 from embodied_rl.sim.snapshots import SnapshotError
-from embodied_rl.sim.variable_length import plain_info
+from embodied_rl.sim.transport import plain_info
 from embodied_rl.sim.wire import Encoding, decode_action, decode_snapshot, encode_array, encode_observation, encode_snapshot, encode_spec
+from embodied_rl.sim.worker import fault, live
 from embodied_rl.types import StepBuffers
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.checks.episodes import Failed, Player, Session, Skipped, random_actions, same
-from embodied_rl.sim.variable_length import VariableLengthBuffers, buffer_fields, plain_info
+from embodied_rl.sim.transport import VariableLengthBuffers, buffer_fields, plain_info
 from embodied_rl.types import SimSpec, StepBuffers
 
 # ---- rows that record how a simulator treats them, filled with impossible values --------------------------------------
