@@ -97,8 +97,7 @@ class EpisodeLog:
         """Record a new episode with a given seed in one slot."""
         self.streams[slot] = SeedStream(EpisodeSeeds.given(seed), 0, slot, self.num_slots)
         self.index[slot] = 0
-        self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
-        self._start[slot] = self._offset + len(self._log)
+        self._begin_at(slot, None, (), {})
 
     def sent(self, slots: Sequence[int] | np.ndarray, actions: np.ndarray | Sequence[str]) -> None:
         """Record a message. `actions` has one entry per slot, and the log keeps it without a copy."""
@@ -109,21 +108,22 @@ class EpisodeLog:
 
     def ended(self, slots: Iterable[int]) -> None:
         """Record that these slots' episodes ended and their next ones began."""
-        now = self._offset + len(self._log)
         for slot in slots:
             self.index[slot] += 1
-            self._start[slot] = now
-            self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
+            self._begin_at(slot, None, (), {})
 
     def rebase(self, slot: int, base: Mapping[str, Any]) -> None:
         """Continue the episode from this state from now on."""
-        self.base[slot], self.prior[slot] = base, ()
-        self._start[slot] = self._offset + len(self._log)
+        self._begin_at(slot, base, (), self.options[slot])
 
     def load(self, slot: int, snapshot: Snapshot) -> None:
         """Put a snapshot's episode into the slot."""
         self.streams[slot], self.index[slot] = snapshot.stream, snapshot.index
-        self.base[slot], self.prior[slot], self.options[slot] = snapshot.base, snapshot.actions, snapshot.options
+        self._begin_at(slot, snapshot.base, snapshot.actions, snapshot.options)
+
+    def _begin_at(self, slot: int, base: Mapping[str, Any] | None, prior: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """The slot's messages count from now on."""
+        self.base[slot], self.prior[slot], self.options[slot] = base, prior, options
         self._start[slot] = self._offset + len(self._log)
 
     def is_lost(self, slot: int) -> bool:

@@ -85,11 +85,6 @@ class FaultPolicy:
             raise ValueError(f"The limits of a fault policy must not be negative: {self}.")
 
     @staticmethod
-    def stop() -> FaultPolicy:
-        """Policy that ends the run at every fault."""
-        return FaultPolicy(stop_on=frozenset(FaultKind))
-
-    @staticmethod
     def from_config(config: SimConfig) -> FaultPolicy:
         """Policy of a configuration."""
         stop_on = frozenset(FaultKind) if config.on_fault == "stop" else frozenset[FaultKind]()

@@ -120,7 +120,7 @@ def start_measured(
         if config.target.startswith(_NOT_MEASURED):
             return manager(None)
         choice = asked.remembered()
-        if choice is not None and choice.has_number:
+        if choice is not None and choice.start.has_number:
             started = manager(choice.setting.num_workers)
         else:
             started, choice = _Measurement(asked, manager, binding, player).chosen(choice)

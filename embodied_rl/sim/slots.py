@@ -64,12 +64,7 @@ class _Part:
         if contiguous:
             out, first, last = runner.out, ids[0], ids[-1] + 1
             rows = slice(first, last)
-            self.reward, self.terminated, self.truncated, self.success = (
-                out.reward[rows],
-                out.terminated[rows],
-                out.truncated[rows],
-                out.success[rows],
-            )
+            self.reward, self.terminated, self.truncated, self.success = (part[rows] for part in out.scalars.values())
             self.returns, self.lengths, self.success_once = runner.returns[rows], runner.lengths[rows], runner.success_once[rows]
             self.is_whole = len(ids) == runner.num_envs
             self._flags = [memory_of(flags).cast("B") for flags in (self.terminated, self.truncated)]
@@ -278,11 +273,8 @@ class SlotRunner:
             at = np.asarray(active)
             self._count(at)
             self._check_finite(at)
-            chunk["chunk_reward"][at, step], chunk["chunk_success"][at, step], chunk["executed"][at, step] = (
-                out.reward[at],
-                out.success[at],
-                True,
-            )
+            chunk["chunk_reward"][at, step], chunk["chunk_success"][at, step] = out.reward[at], out.success[at]
+            chunk["executed"][at, step] = True
             terminated[at], truncated[at] = out.terminated[at], out.truncated[at]
             ended = [i for i in active if terminated[i] or truncated[i]]
             if ended:

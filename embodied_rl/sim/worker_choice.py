@@ -275,12 +275,7 @@ class WorkerChoice:
     @property
     def decided(self) -> bool:
         """Whether nothing is left to compare."""
-        return self.has_number and len(self.run.open) <= 1
-
-    @property
-    def has_number(self) -> bool:
-        """Whether the number of workers is decided."""
-        return self.start.has_number
+        return self.start.has_number and len(self.run.open) <= 1
 
     def __str__(self) -> str:
         """One line about the settings known so far and their gains; empty if nothing is known."""

@@ -178,7 +178,7 @@ def test_a_remote_environment_that_dies_is_replaced_and_its_episodes_taken_up(tm
 def test_memory_and_nan_are_told_as_what_they_are(service: EnvironmentService) -> None:
     sim_kwargs = {"misbehave": "nan_reward", "at": 2}
     with pytest.raises(NonFiniteSimulationError, match="NaN or infinity"):
-        play(remote(service.url, "count", sim_kwargs=sim_kwargs), faults=FaultPolicy.stop())
+        play(remote(service.url, "count", sim_kwargs=sim_kwargs), faults=FaultPolicy(stop_on=frozenset(FaultKind)))
     with served(memory_mb=200.0) as small:
         sim = make(1, small.url, "count", sim_kwargs={"misbehave": "leak", "at": 1})
         sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))

@@ -32,7 +32,7 @@ COUNTING = "tests.sim.toy:CountingSim"
 def run_until_fault(misbehave: str, once: Path | None = None, passing: PassingTime | None = None, **options) -> tuple[SimFault, list[int]]:
     """`passing` passes when the simulator of `once` hangs."""
     kwargs = {"misbehave": misbehave, "at": 3, "length": 10, "once": None if once is None else str(once)}
-    manager = EnvManager(SimFactory(COUNTING, kwargs=kwargs), 2, num_workers=2, faults=FaultPolicy.stop(), **options)
+    manager = EnvManager(SimFactory(COUNTING, kwargs=kwargs), 2, num_workers=2, faults=FaultPolicy(stop_on=frozenset(FaultKind)), **options)
     pids = manager.worker_pids()
     with manager:
         if passing is not None and once is not None:

@@ -334,7 +334,7 @@ def test_time_between_two_steps_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_report_that_a_socket_cannot_hold_is_read() -> None:
     """The manager reads while the worker sends."""
-    with make(slots=1, workers=1, misbehave="raise at length", at=2, policy=FaultPolicy.stop()) as manager:
+    with make(slots=1, workers=1, misbehave="raise at length", at=2, policy=FaultPolicy(stop_on=frozenset(FaultKind))) as manager:
         manager.reset()
         manager.step(np.ones((1, 1)))
         with pytest.raises(SimFault) as caught:

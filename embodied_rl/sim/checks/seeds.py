@@ -262,6 +262,8 @@ class _Saved:
     """An episode interrupted by a snapshot, and its continuation."""
 
     def __init__(self, s: Session) -> None:
+        if s.spec.snapshots not in ("exact", "approximate"):
+            raise Skipped(f"the spec says snapshots={s.spec.snapshots!r}")
         kind = type(s.sim)
         if kind._saved is SimEnv._saved and (kind.snapshot is SimEnv.snapshot or kind.restore is SimEnv.restore):
             raise Failed(f"the spec says snapshots={s.spec.snapshots!r}, but the methods `snapshot` and `restore` are missing")
@@ -295,9 +297,6 @@ class _Saved:
 
 
 def snapshots_continue(s: Session) -> str:
-    kind = s.spec.snapshots
-    if kind not in ("exact", "approximate"):
-        raise Skipped(f"the spec says snapshots={kind!r}")
     saved = _Saved(s)
     if not isinstance(saved.data, bytes):
         raise Failed(f"`snapshot` must return bytes, got {type(saved.data).__name__}")
@@ -316,7 +315,7 @@ def snapshots_continue(s: Session) -> str:
             player.reset(s.parts)
         drifts["a new simulator"] = restored(player, 0)
     _refuses_garbage(saved)
-    return _judged(kind, drifts, f"{saved.length}; {len(saved.data):,} bytes, saved in {saved.save_ms:.1f} ms")
+    return _judged(s.spec.snapshots, drifts, f"{saved.length}; {len(saved.data):,} bytes, saved in {saved.save_ms:.1f} ms")
 
 
 def _judged(kind: str, drifts: Mapping[str, Difference | None], line: str) -> str:
@@ -341,12 +340,9 @@ def _refuses_garbage(saved: _Saved) -> None:
 
 
 def snapshots_travel(s: Session) -> str:
-    kind = s.spec.snapshots
-    if kind not in ("exact", "approximate"):
-        raise Skipped(f"the spec says snapshots={kind!r}")
     saved = _Saved(s)
     actual = s.elsewhere({0: saved.part}, s.continuation_steps, s.options, (saved.data, saved.position))
-    return _judged(kind, {"a new process": saved.compare([actual[number] for number in sorted(actual)])}, saved.length)
+    return _judged(s.spec.snapshots, {"a new process": saved.compare([actual[number] for number in sorted(actual)])}, saved.length)
 
 
 def replays(s: Session) -> str:
