@@ -31,11 +31,11 @@ import numpy as np
 import pytest
 
 from embodied_rl.distributed.processes import end_process, start_module
-from embodied_rl.sim import process as simulator_process
+from embodied_rl.sim import worker_pool as simulator_process
 from embodied_rl.sim.affinity import thread_variables
-from embodied_rl.sim.process import WorkerProcess
 from embodied_rl.sim.rendering import configure_rendering
 from embodied_rl.sim.transport import Doorbell
+from embodied_rl.sim.worker_pool import WorkerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = {
@@ -267,7 +267,7 @@ def _begin_knowing(self: WorkerProcess, index: int, setup: dict[str, Any], *more
 def forked_simulators(*, blocks: bool = True) -> Iterator[None]:
     """Processes of simulators that are started inside are forks; with `blocks` neither they nor their manager yield before they block."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("embodied_rl.sim.process.start_module", start_forked_simulator)
+        patched.setattr("embodied_rl.sim.worker_pool.start_module", start_forked_simulator)
         patched.setattr(WorkerProcess, "__init__", _begin_knowing)
         if blocks:
             patched.setattr(Doorbell, "__init__", _block_at_once)

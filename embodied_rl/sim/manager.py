@@ -13,11 +13,10 @@ from embodied_rl.sim.affinity import PlacementPolicy, place_workers
 from embodied_rl.sim.batches import Slots, SlotViews, ascending
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultPolicy
-from embodied_rl.sim.process import done
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
 from embodied_rl.sim.worker_choice import auto_workers
-from embodied_rl.sim.worker_pool import WorkerPoolPlan, worker_pool_size
+from embodied_rl.sim.worker_pool import WorkerPoolPlan, done, worker_pool_size
 from embodied_rl.sim.worker_simulators import WorkerSimulators
 from embodied_rl.types import StepBatch
 

@@ -22,12 +22,11 @@ from embodied_rl.sim.core_binding import CoreBinding, CoreLocks
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
-from embodied_rl.sim.process import Patience, WorkerProcess, close_all
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.sim.worker_choice import Setting, Trials
-from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan
+from embodied_rl.sim.worker_pool import Patience, WorkerPool, WorkerPoolPlan, WorkerProcess, close_all
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, StepBatch
 

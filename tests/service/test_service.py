@@ -31,7 +31,7 @@ from embodied_rl.serving.environments import hub as environment_module
 from embodied_rl.serving.environments.app import EnvironmentService
 from embodied_rl.serving.environments.hub import Environment, Outcome
 from embodied_rl.serving.http_server import HttpProblem, ServerLimits
-from embodied_rl.sim import process
+from embodied_rl.sim import worker_pool as process
 from embodied_rl.sim.snapshots import decode_state
 from tests.service.servers import SIMULATORS, served
 from tests.sim.runs import hangs

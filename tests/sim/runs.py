@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodied_rl.sim import process, worker_simulators
+from embodied_rl.sim import worker_pool as process
+from embodied_rl.sim import worker_simulators
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.transport import PENDING
 from embodied_rl.types import StepBatch

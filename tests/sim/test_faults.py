@@ -21,7 +21,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationError, SimFault
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.process import WorkerProcess
+from embodied_rl.sim.worker_pool import WorkerProcess
 from tests.sim.runs import PassingTime
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from embodied_rl.sim import process
+from embodied_rl.sim import worker_pool as process
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind
 from embodied_rl.sim.manager import EnvManager

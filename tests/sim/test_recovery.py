@@ -17,7 +17,7 @@ import pytest
 
 from embodied_rl.distributed.channel import Channel
 from embodied_rl.distributed.processes import start_module
-from embodied_rl.sim import process
+from embodied_rl.sim import worker_pool as process
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
@@ -164,7 +164,7 @@ def test_an_episode_is_not_to_blame_for_workers_that_die_before_they_touch_it() 
 @pytest.mark.parametrize("when", ["before it is told what to build", "before it is handed the memory"])
 def test_who_takes_a_workers_place_may_die_at_once(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent to it then finds nobody."""
-    monkeypatch.setattr("embodied_rl.sim.process.start_module", start_module)  # its keeper is a child of this process
+    monkeypatch.setattr("embodied_rl.sim.worker_pool.start_module", start_module)  # its keeper is a child of this process
     hurt: list[int] = []
 
     def kill(pid: int) -> None:

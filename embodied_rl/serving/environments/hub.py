@@ -20,8 +20,8 @@ from embodied_rl.config import SimConfig, group_names, load_sim_config
 from embodied_rl.errors import Limits, UserError, did_you_mean
 from embodied_rl.serving.http_server import HttpProblem
 from embodied_rl.sim.faults import FaultKind, SimFault
-from embodied_rl.sim.process import WorkerProcess
 from embodied_rl.sim.wire import Encoding
+from embodied_rl.sim.worker_pool import WorkerProcess
 from embodied_rl.trust import named_code
 
 OPERATIONS = ("reset", "step", "snapshot", "restore", "render")
