@@ -247,7 +247,8 @@ def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence
         for place, worker in enumerate(workers):
             whole = tuple(sorted(itertools.chain(*own[place * share : (place + 1) * share])))
             given[worker] = whole or (single[place % len(single)],)
-    sharing = _sharing(topology, given)
+    home = {thread: core for core in topology.physical_cores for thread in core}
+    used = {worker: {home[thread] for thread in threads} for worker, threads in given.items()}
     placements = []
     for worker in sorted(given):
         node, gpu = nodes[worker], served[worker]
@@ -258,24 +259,11 @@ def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence
                 node=node if topology.numa_known else None,
                 memory_nodes=topology.nearest(node, topology.memory_nodes)[:1],
                 gpu=None if gpu is None else gpu.index,
-                shares_with=sharing[worker],
+                shares_with=tuple(other for other in sorted(used) if other != worker and used[other] & used[worker]),
                 note=note,
             )
         )
     return placements
-
-
-def _sharing(topology: Topology, given: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """{worker: workers that use a hardware thread of one of its physical cores}."""
-    home = {thread: core for core in topology.physical_cores for thread in core}
-    users: dict[tuple[int, ...], set[int]] = {}
-    for worker, threads in given.items():
-        for thread in threads:
-            users.setdefault(home[thread], set()).add(worker)
-    return {
-        worker: tuple(sorted({other for thread in threads for other in users[home[thread]]} - {worker}))
-        for worker, threads in given.items()
-    }
 
 
 # --- in the worker ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.spaces import action_rows, gather, info_row, observation_parts, row_of, space_of
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
-from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, SimSpec, StepBatch, TensorSpec, VariableSpec
+from embodied_rl.types import ActionSpec, Observation, SimSpec, StepBatch, TensorSpec, VariableSpec
 
 Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
@@ -244,12 +244,12 @@ class ManagerVectorEnv(VectorEnv):
             self._over = batch.done.copy()
             self._current = {key: part.copy() for key, part in batch.observation.items()}
         elif batch.done.any():
-            done = batch.done
-            final = np.full(self.num_envs, None, dtype=object)
-            for slot in np.flatnonzero(done):
-                row = {key: part[slot : slot + 1] for key, part in batch.final_observation.items()}
-                final[slot] = row_of(self._copy(row), 0)
-            infos |= {"final_obs": final, "_final_obs": done, "final_info": self._final_info(batch.episodes), "_final_info": done}
+            ends = {
+                one.slot: {"episode": {"r": one.episode_return, "l": one.length}, "is_success": one.success_once} for one in batch.episodes
+            }
+            for slot in np.flatnonzero(batch.done).tolist():
+                last = row_of(self._copy({key: part[slot : slot + 1] for key, part in batch.final_observation.items()}), 0)
+                infos = self._add_info(infos, {"final_obs": last, "final_info": ends.get(slot, {})}, slot)  # aborted episodes have no end
         return self._copy(batch.observation), batch.reward.astype(np.float64), batch.terminated.copy(), batch.truncated.copy(), infos
 
     def render(self) -> tuple[np.ndarray, ...]:
@@ -287,17 +287,6 @@ class ManagerVectorEnv(VectorEnv):
                 infos[key] = np.zeros(self.num_envs, bool)
                 infos[key][slots], infos[f"_{key}"] = values, stepped
         return infos
-
-    def _final_info(self, episodes: Sequence[EpisodeSummary]) -> dict[str, Any]:
-        """Return, length and success of the ended episodes, with gymnasium's masks; aborted episodes are left out."""
-        returns, lengths, success = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, bool)
-        ended = np.zeros(self.num_envs, bool)
-        for episode in episodes:
-            ended[episode.slot] = True
-            returns[episode.slot], lengths[episode.slot] = episode.episode_return, episode.length
-            success[episode.slot] = episode.success_once
-        info: dict[str, Any] = {"episode": {"r": returns, "_r": ended, "l": lengths, "_l": ended}, "_episode": ended}
-        return info | {"is_success": success, "_is_success": ended}
 
     def _copy(self, observation: Observation) -> Any:
         return gather(self.single_observation_space, observation)
