@@ -296,14 +296,14 @@ def _tasks(arguments: Sequence[str], as_json: bool) -> None:
     if len(arguments) != 1:
         raise UserError("Which simulator? python -m embodied_rl.catalog tasks SIM; `python -m embodied_rl.catalog simulators` lists them.")
     config = load_sim_config(arguments[0])
-    found = task_list(config.target)
+    tasks, sets = task_list(config.target)
     if as_json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps({"target": config.target, "tasks": tasks, "sets": sets}, indent=1))
         return
-    for name in found.sets:
+    for name in sets:
         print(f"{name}  (several tasks)")
-    print(*found.tasks, sep="\n")
-    counted = f"{len(found.tasks)} tasks" if len(found.tasks) != 1 else "1 task"
+    print(*tasks, sep="\n")
+    counted = f"{len(tasks)} tasks" if len(tasks) != 1 else "1 task"
     print(f"{counted}; python -m embodied_rl.train sim={config.name} sim.task=NAME", file=sys.stderr)
 
 

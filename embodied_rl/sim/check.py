@@ -159,7 +159,7 @@ def check_sim(
                 results.append(_run(name, needs, body, session, results))
         finally:
             with suppress(Exception):  # the check "close" has reported it
-                session.close()
+                session.sim.close()
     return CheckReport(session.spec.task, num_envs, tuple(results))
 
 

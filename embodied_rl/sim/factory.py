@@ -203,19 +203,8 @@ def _check_contract(sim: SimEnv) -> None:
 # ---- tasks of a simulator: its adapter lists them, and imports that simulator only ------------------------------------
 
 
-@dataclass(frozen=True)
-class TaskList:
-    """Tasks of one adapter."""
-
-    target: str
-    """``package.module:factory`` that makes them."""
-    tasks: tuple[str, ...]
-    sets: tuple[str, ...]
-    """Names of sets of tasks, which alternate from episode to episode; empty: none."""
-
-
-def task_list(target: str) -> TaskList:
-    """Call ``tasks()`` and read ``SETS`` of the module of `target`.
+def task_list(target: str) -> tuple[list[str], list[str]]:
+    """(tasks, names of sets of tasks, which alternate from episode to episode): ``tasks()`` and ``SETS`` of the module of `target`.
 
     Raises:
         MissingExtraError: the simulator is not installed.
@@ -230,4 +219,4 @@ def task_list(target: str) -> TaskList:
     tasks = vars(module).get("tasks")
     if not callable(tasks):
         raise UserError(f"'{module_name}' has no list of tasks: add a function tasks() -> list[str] beside its factory.")
-    return TaskList(target, tuple(tasks()), tuple(vars(module).get("SETS", ())))
+    return list(tasks()), list(vars(module).get("SETS", ()))

@@ -128,7 +128,9 @@ class RemoteSim(SimEnv):
         asked = {i: {"action": encode_action(action)} for i, action in zip(env_ids, actions, strict=True)}
         try:
             answers = self._ask("step", asked)
-        except NonFiniteRemote as fault:
+        except RemoteFault as fault:
+            if fault.kind != "non_finite" or fault.env_id is None:
+                raise
             out.reward[fault.env_id] = np.nan  # the worker finds it and applies sim.non_finite
             return
         for i, body in answers.items():
@@ -186,7 +188,7 @@ class RemoteSim(SimEnv):
         for i, result in found.items():
             if result.status != 200:
                 what = f"{operation} of environment {i} ('{self.env_ids[i]}' at {self._client.url}) failed"
-                raise NonFiniteRemote(i, f"{what}: {result.message}") if result.kind == "non_finite" else _error(result, what)
+                raise _error(result, what, i)
         return {i: result.body for i, result in found.items()}
 
     def _observe(self, i: int, body: Mapping[str, Any], out: StepBuffers) -> None:
@@ -212,8 +214,8 @@ def require_server(client: JsonClient, path: str) -> None:
         raise UserError(f"{client.url} is not an environment service: {path} returned status {answer.status} ({answer.message}).")
 
 
-def _error(answer: Answer, what: str) -> Exception:
-    """Our exception for the kind of failure that the service reports."""
+def _error(answer: Answer, what: str, env_id: int | None = None) -> Exception:
+    """Our exception for the kind of failure that the service reports of an environment."""
     message = f"{what}: {answer.message}"
     if answer.kind == "snapshot_error":
         return SnapshotError(message)
@@ -223,12 +225,4 @@ def _error(answer: Answer, what: str) -> Exception:
         return WrongShapeError(message)
     if answer.status in (400, 401, 403, 404, 413, 422) and answer.kind != "unknown_environment":
         return UserError(message[:1].upper() + message[1:])
-    return RemoteFault(answer.kind or "bad_response", message)
-
-
-class NonFiniteRemote(RemoteFault):
-    """The service's simulator returned NaN or infinity."""
-
-    def __init__(self, env_id: int, message: str) -> None:
-        super().__init__("non_finite", message)
-        self.env_id = env_id
+    return RemoteFault(answer.kind or "bad_response", message, env_id)

@@ -23,8 +23,10 @@ MOST_BYTES = 2**28
 class RemoteFault(RuntimeError):
     """A remote environment failed, or its service is unreachable."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, env_id: int | None = None) -> None:
         super().__init__(message)
+        self.env_id = env_id
+        """Number of the client's environment that failed; None: none in particular."""
         self.kind = kind
         """``connection``, ``bad_response``, or the service's word: raised, died, timed_out, idle, unknown_environment, …"""
 

@@ -161,14 +161,8 @@ class Topology:
 
     def nearest(self, start: int, choices: Sequence[int]) -> tuple[int, ...]:
         """`choices` from the nearest to `start` to the farthest; unknown distances come last, and ties in numerical order."""
-
-        def cost(node: int) -> tuple[float, int]:
-            distance = self.distance(start, node)
-            if node == start:
-                return -1.0, node
-            return (float("inf") if distance is None else float(distance)), node
-
-        return tuple(sorted(choices, key=cost))
+        costs = {node: self.distance(start, node) for node in choices}
+        return tuple(sorted(choices, key=lambda node: (node != start, costs[node] is None, costs[node], node)))
 
     @staticmethod
     def read(root: Path = Path("/"), gpus: Sequence[Gpu] | None = None, visible: str | None = None, with_gpus: bool = True) -> Topology:

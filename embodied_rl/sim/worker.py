@@ -30,7 +30,7 @@ from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.transport import PENDING, Doorbell, Layout, Slab, memory_of
+from embodied_rl.sim.transport import PENDING, Doorbell, Slab, memory_of, slab_layout
 
 # ---- life of a keeper's child (a manager's worker or a service's environment): set-up, simulators, requests, faults, end ----
 
@@ -225,9 +225,8 @@ def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
 
 def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], sims: list[SimEnv], facts: dict[str, Any]) -> None:
     channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **facts})
-    message, payload, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
-    fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
-    slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]
+    assignment, payload, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
+    slab = Slab(slab_layout(sims[0].spec, *(assignment[name] for name in ("num_slots", "num_workers", "chunk_size"))), fd)
     if placement := assignment["placement"]:
         apply_placement(*placement)
     runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]

@@ -417,22 +417,16 @@ class WorkerPool:
 
     def share(self, index: int, episodes: bytes = b"") -> None:
         """Send a worker the slab, its slots and the `episodes` to resume before it steps; it answers once it has."""
-        plan, worker = self.plan, self.workers[index]
+        worker = self.workers[index]
+        names = ("num_slots", "num_workers", "chunk_size", "autoreset", "max_episode_steps", "success_ends_episode")
         assignment = {
+            **{name: vars(self.plan)[name] for name in names},
             "worker": index,
             "runs": [[run.start, run.stop] for run in self.runs[index]],
-            "num_slots": plan.num_slots,
-            "max_episode_steps": plan.max_episode_steps,
-            "success_ends_episode": plan.success_ends_episode,
-            "chunk_size": plan.chunk_size,
-            "autoreset": plan.autoreset,
             "spins": self._spins,
             "placement": self._placement(index) if worker in self._were_spares else None,
         }
-        layout = self.slab.layout
-        worker.request(
-            {"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment}, episodes, fds=[self.slab.fd]
-        )
+        worker.request(assignment, episodes, fds=[self.slab.fd])
 
     def replace(self, index: int) -> None:
         """Replace a worker that is gone, by a spare if there is one, whose simulator is built or being built."""

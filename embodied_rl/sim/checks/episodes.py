@@ -226,36 +226,33 @@ class Skipped(Exception):
     """A property cannot be checked; the message says why."""
 
 
+@dataclass(eq=False)
 class Session:
     """The simulator under test, and its first episodes, the reference for every comparison.
 
     Raises what the simulator raises while it is built, reset and stepped for the first time.
     """
 
-    def __init__(
-        self,
-        build: Callable[[int], SimEnv],
-        num_envs: int,
-        steps: int,
-        continuation_steps: int,
-        longest_episode: int,
-        seed: int,
-        elsewhere: Callable[..., dict[int, Trajectory]],
-    ) -> None:
-        """`elsewhere`: see `embodied_rl.sim.check._play_elsewhere`, whose first arguments are bound."""
-        self.build, self.num_envs, self.steps, self.seed = build, num_envs, steps, seed
-        self.continuation_steps, self.longest_episode = continuation_steps, longest_episode
-        self.elsewhere = elsewhere
-        self.broken: set[str] = set()
-        self.options: dict[str, Any] | None = None
-        """Reset options with which a used environment begins an episode that is independent of earlier ones."""
-        self.played_out: dict[int, tuple[Part, Trajectory]] | None = None
-        """Episodes of up to `longest_episode` steps; None until a check needs them."""
-        self.sim = build(num_envs)
+    build: Callable[[int], SimEnv]
+    num_envs: int
+    steps: int
+    continuation_steps: int
+    longest_episode: int
+    seed: int
+    elsewhere: Callable[..., dict[int, Trajectory]]
+    """See `embodied_rl.sim.check._play_elsewhere`, whose first arguments are bound."""
+    broken: set[str] = field(default_factory=set)
+    options: dict[str, Any] | None = None
+    """Reset options with which a used environment begins an episode that is independent of earlier ones."""
+    played_out: dict[int, tuple[Part, Trajectory]] | None = None
+    """Episodes of up to `longest_episode` steps; None until a check needs them."""
+
+    def __post_init__(self) -> None:
+        self.sim = self.build(self.num_envs)
         self.spec: SimSpec = self.sim.spec
-        self.parts = {i: self.part(i) for i in range(num_envs)}
+        self.parts = {i: self.part(i) for i in range(self.num_envs)}
         try:
-            self.reference = Player(self.sim, num_envs).play(self.parts, steps)
+            self.reference = Player(self.sim, self.num_envs).play(self.parts, self.steps)
         except BaseException:
             with suppress(Exception):
                 self.sim.close()
@@ -291,9 +288,6 @@ class Session:
         with self.exact(**watched) as player:
             played = player.play(parts, self.steps, self.options)
         same(self.reference, {i: played[i] for i in played if parts[i] is self.parts[i]}, what)
-
-    def close(self) -> None:
-        self.sim.close()
 
     def described(self, trajectories: Mapping[int, Trajectory]) -> str:
         lengths = [trajectory.num_steps for trajectory in trajectories.values()]
