@@ -12,7 +12,9 @@ Memory order: a payload is written before the flag that announces it. x86 keeps 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
+import math
 import mmap
 import os
 import platform
@@ -21,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -152,25 +153,11 @@ _BLOCK_SLICE_S = 0.02
 """Longest single block in seconds: bounds the cost of a missed wake-up and the delay in noticing a dead peer."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Offsets of named arrays in one block of memory."""
-
-    fields: Mapping[str, tuple[int, tuple[int, ...], str]]
-    """{name: (offset, shape, dtype)}"""
-    num_bytes: int
-
-    @staticmethod
-    def of(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> Layout:
-        fields, offset = {}, 0
-        for name, (shape, dtype) in shapes.items():
-            fields[name] = (offset, shape, dtype)
-            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            offset += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
-        return Layout(fields, offset)
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""{name: (shape, dtype)} of the arrays in a slab."""
 
 
-def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int = 1) -> Layout:
+def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int = 1) -> Shapes:
     """Everything that manager and workers exchange: one row per slot, one word per worker."""
     n = num_slots
     action_shape = (n, spec.action.dim) if chunk_size == 1 else (n, chunk_size, spec.action.dim)
@@ -220,31 +207,37 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
     shapes |= buffer_fields("final_info", INFO_BUFFER, n)
     if spec.action.kind == "text":
         shapes |= buffer_fields("action", VariableSpec("text", spec.action.max_bytes), n)
-    return Layout.of(shapes)
+    return shapes
+
+
+def _allocated(num_bytes: int) -> int:
+    """Descriptor of so much memory without a name."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("embodied_rl", os.MFD_CLOEXEC)
+    else:  # macOS: an unlinked file
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, num_bytes)
+    return fd
 
 
 class Slab:
-    """A mapped block of shared memory with named arrays."""
+    """A mapped block of shared memory with named arrays, each on cache lines of its own."""
 
-    def __init__(self, layout: Layout, fd: int) -> None:
-        self.layout = layout
-        self.fd = fd
-        self._memory = mmap.mmap(fd, layout.num_bytes)
-        self.arrays: dict[str, np.ndarray] = {}
-        for name, (offset, shape, dtype) in layout.fields.items():
-            count = int(np.prod(shape, dtype=np.int64))
-            self.arrays[name] = np.frombuffer(self._memory, dtype, count, offset).reshape(shape)
-
-    @staticmethod
-    def create(layout: Layout) -> Slab:
-        """Allocate the memory. Raises OSError if it is not available."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("embodied_rl", os.MFD_CLOEXEC)
-        else:  # macOS: an unlinked file
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        os.ftruncate(fd, layout.num_bytes)
-        return Slab(layout, fd)
+    def __init__(self, shapes: Shapes, fd: int | None = None) -> None:
+        """`fd`: memory that another process allocated for these shapes; None: allocate it. Raises UserError if it is not available."""
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()]
+        offsets = list(itertools.accumulate((-(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        try:
+            self.fd = _allocated(offsets[-1]) if fd is None else fd
+            memory = mmap.mmap(self.fd, offsets[-1])
+        except OSError as error:
+            needed = f"{offsets[-1] / 2**20:.0f} MiB of shared memory"
+            raise UserError(f"{needed} cannot be had: {error}. Fewer sim.num_slots need less.") from error
+        self.arrays = {
+            name: np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape)
+            for (name, (shape, dtype)), offset in zip(shapes.items(), offsets, strict=False)
+        }
 
     def group(self, prefix: str, start: int, stop: int) -> dict[str, np.ndarray]:
         """Rows [start, stop) of all arrays named ``prefix/key``, by key."""

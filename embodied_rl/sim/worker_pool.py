@@ -381,13 +381,7 @@ class WorkerPool:
             raise UserError(f"The workers' simulators differ: {[spec.to_dict() for spec in specs]}.")
         if self.spec.action.kind == "text" and self.plan.chunk_size > 1:
             raise UserError(f"Task '{self.spec.task}' takes text, which has no chunks: chunk_size must be 1, got {self.plan.chunk_size}.")
-        layout = slab_layout(self.spec, self.plan.num_slots, self.plan.num_workers, self.plan.chunk_size)
-        try:
-            self.slab = Slab.create(layout)
-        except OSError as error:
-            raise UserError(
-                f"{layout.num_bytes / 2**20:.0f} MiB of shared memory cannot be had: {error}. Fewer sim.num_slots need less."
-            ) from error
+        self.slab = Slab(slab_layout(self.spec, self.plan.num_slots, self.plan.num_workers, self.plan.chunk_size))
         self.has_slab, arrays = True, self.slab.arrays
         arrays["stepping"][:] = -1
         self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])

@@ -207,10 +207,10 @@ def test_a_thousand_slabs_leave_nothing_behind() -> None:
 
     layout = slab_layout(SimSpec("t", {"rgb": TensorSpec((64, 64, 3), "uint8")}, ActionSpec.continuous([-1.0], [1.0])), 16, 4)
     own, shm = psutil.Process(), our_shared_memory()
-    Slab.create(layout).close()
+    Slab(layout).close()
     gc.collect()  # of other tests too
     before = own.num_fds()
     for _ in range(1000):
-        Slab.create(layout).close()
+        Slab(layout).close()
     assert own.num_fds() == before
     assert our_shared_memory() - shm == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import socket
 import struct
@@ -22,7 +21,7 @@ from embodied_rl.distributed import channel
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim import affinity, transport
 from embodied_rl.sim.affinity import available_cores
-from embodied_rl.sim.transport import Doorbell, Layout, Slab, slab_layout
+from embodied_rl.sim.transport import Doorbell, Slab, slab_layout
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- layout and slab ------------------------------------------------------------------------------------------------
 
 
+def places(slab: Slab) -> dict[str, int]:
+    """Where each array begins, counted from the first."""
+    first = min(array.ctypes.data for array in slab.arrays.values())
+    return {name: array.ctypes.data - first for name, array in slab.arrays.items()}
+
+
 def test_fields_begin_at_cache_lines() -> None:
-    layout = Layout.of(
+    slab = Slab(
         {
             "a": ((3,), "uint8"),  # 3 bytes
             "b": ((2, 8), "float32"),  # 2 * 8 * 4 = 64 bytes, exactly one line
@@ -42,37 +47,34 @@ def test_fields_begin_at_cache_lines() -> None:
             "f": ((1,), "bool"),
         }
     )
-    assert dict(layout.fields) == {
-        "a": (0, (3,), "uint8"),
-        "b": (64, (2, 8), "float32"),
-        "c": (128, (5, 13), "uint8"),
-        "d": (256, (0, 4), "float64"),
-        "e": (320, (), "int64"),
-        "f": (384, (1,), "bool"),
-    }
-    assert layout.num_bytes == 448
+    assert places(slab) == {"a": 0, "b": 64, "c": 128, "d": 256, "e": 320, "f": 384}
+    assert [(array.shape, array.dtype.name) for array in slab.arrays.values()][-2:] == [((), "int64"), ((1,), "bool")]
+    assert os.fstat(slab.fd).st_size == 448
+    slab.close()
 
 
 def test_slab_has_a_row_per_slot_and_a_line_per_worker() -> None:
     spec = SimSpec("t", {"state": TensorSpec((3,)), "rgb": TensorSpec((4, 4, 3), "uint8")}, ActionSpec.continuous([-1, -1], [1, 1]))
     layout = slab_layout(spec, num_slots=5, num_workers=3)
-    assert layout.fields["action"][1:] == ((5, 2), "float32")
+    assert layout["action"] == ((5, 2), "float32")
     for name in ("observation", "final_observation"):
-        assert layout.fields[f"{name}/state"][1:] == ((5, 3), "float32")
-        assert layout.fields[f"{name}/rgb"][1:] == ((5, 4, 4, 3), "uint8")
+        assert layout[f"{name}/state"] == ((5, 3), "float32")
+        assert layout[f"{name}/rgb"] == ((5, 4, 4, 3), "uint8")
     for name in ("worker_doorbell", "worker_waiting", "control_pending", "failed"):
-        _, (workers, words), dtype = layout.fields[name]
+        (workers, words), dtype = layout[name]
         assert (workers, words * np.dtype(dtype).itemsize) == (3, 64)
-    ends = sorted((offset, offset + math.prod(shape) * np.dtype(dtype).itemsize) for offset, shape, dtype in layout.fields.values())
+    slab = Slab(layout)
+    ends = sorted((place, place + slab.arrays[name].nbytes) for name, place in places(slab).items())
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
-    assert ends[-1][1] <= layout.num_bytes
+    assert ends[-1][1] <= os.fstat(slab.fd).st_size
+    slab.close()
     discrete = slab_layout(SimSpec("t", {"state": TensorSpec((3,))}, ActionSpec.discrete(4)), 5, 1)
-    assert discrete.fields["action"][1:] == ((5, 1), "int64")
+    assert discrete["action"] == ((5, 1), "int64")
 
 
 def test_slab_is_the_same_memory_through_another_descriptor() -> None:
-    layout = Layout.of({"observation/state": ((4, 2), "float32"), "observation/rgb": ((4, 3), "uint8"), "reward": ((4,), "float64")})
-    ours = Slab.create(layout)
+    layout = {"observation/state": ((4, 2), "float32"), "observation/rgb": ((4, 3), "uint8"), "reward": ((4,), "float64")}
+    ours = Slab(layout)
     theirs = Slab(layout, os.dup(ours.fd))
     ours.arrays["reward"][:] = [1.0, 2.0, 3.0, 4.0]
     theirs.arrays["observation/state"][2] = (5.0, 6.0)
@@ -89,7 +91,7 @@ def test_slab_is_the_same_memory_through_another_descriptor() -> None:
 
 
 def test_views_outlive_a_closed_slab() -> None:
-    slab = Slab.create(Layout.of({"x": ((1000,), "float64")}))
+    slab = Slab({"x": ((1000,), "float64")})
     fd, view = slab.fd, slab.arrays["x"][10:20]
     view[:] = np.arange(10.0)
     slab.close()
@@ -107,7 +109,7 @@ def test_views_outlive_a_closed_slab() -> None:
 def test_slabs_leave_no_name_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    slabs = [Slab.create(Layout.of({"x": ((1 << 18,), "float64")})) for _ in range(8)]
+    slabs = [Slab({"x": ((1 << 18,), "float64")}) for _ in range(8)]
     if names:
         assert not {name for name in set(os.listdir("/dev/shm")) - names if "embodied" in name}
     for slab in slabs:
@@ -121,7 +123,7 @@ def test_slabs_leave_no_name_and_no_descriptor() -> None:
 
 
 def make_doorbell() -> tuple[Slab, Doorbell, np.ndarray]:
-    slab = Slab.create(Layout.of({"word": ((1,), "uint32"), "waiting": ((1,), "uint32"), "flag": ((1,), "uint8")}))
+    slab = Slab({"word": ((1,), "uint32"), "waiting": ((1,), "uint32"), "flag": ((1,), "uint8")})
     return slab, Doorbell(slab.arrays["word"], slab.arrays["waiting"]), slab.arrays["flag"]
 
 
@@ -192,10 +194,10 @@ def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WAITER = """
 import sys, time
-from embodied_rl.sim.transport import Doorbell, Layout, Slab
+from embodied_rl.sim.transport import Doorbell, Slab
 import embodied_rl.sim.transport as transport
 transport._BLOCK_SLICE_S = float(sys.argv[2])
-slab = Slab(Layout({"word": (0, (1,), "uint32"), "waiting": (64, (1,), "uint32"), "flag": (128, (1,), "uint8")}, 192), int(sys.argv[1]))
+slab = Slab({"word": ((1,), "uint32"), "waiting": ((1,), "uint32"), "flag": ((1,), "uint8")}, int(sys.argv[1]))
 flag = slab.arrays["flag"]
 print("here", flush=True)
 found = Doorbell(slab.arrays["word"], slab.arrays["waiting"]).wait(lambda: flag[0] == 7, time.perf_counter() + 3600.0)
@@ -232,7 +234,7 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
 def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPatch, spins: bool) -> None:
     """400 turns each way, by rings alone where there is a futex: a block would last beyond the deadline, and so would a lost wake-up."""
     monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 3600.0)
-    slab = Slab.create(Layout.of(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32"))))
+    slab = Slab(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32")))
     arrays = slab.arrays
     ours, theirs = (Doorbell(arrays[f"word_{side}"], arrays[f"wait_{side}"], spins=spins) for side in "ab")
     turn = arrays["turn"]
@@ -458,12 +460,12 @@ def test_messages_with_the_key_are_looked_at_too(ends: tuple[Channel, Channel]) 
 
 def test_descriptor_travels_with_its_request(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
-    slab = Slab.create(Layout.of({"x": ((4,), "int64")}))
+    slab = Slab({"x": ((4,), "int64")})
     left.ask({"take": "this"}, fds=[slab.fd])
     message, _, (received,) = right.next_request(num_fds=1)
     assert message == {"take": "this"}
     assert received != slab.fd
-    theirs = Slab(slab.layout, received)
+    theirs = Slab({"x": ((4,), "int64")}, received)
     slab.arrays["x"][:] = (1, 2, 3, 4)
     np.testing.assert_array_equal(theirs.arrays["x"], [1, 2, 3, 4])
     theirs.close()
