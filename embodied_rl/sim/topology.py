@@ -107,12 +107,6 @@ def visible_gpus(found: Sequence[Gpu], visible: str | None) -> tuple[list[Gpu], 
 
 _NODES = "sys/devices/system/node"
 _CPUS = "sys/devices/system/cpu"
-_CPUSETS = {
-    "cpus": ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus", "cpuset/cpuset.cpus"),
-    "mems": ("cpuset.mems.effective", "cpuset/cpuset.effective_mems", "cpuset/cpuset.mems"),
-}
-"""Files below ``sys/fs/cgroup``: version 2, then version 1."""
-_STATUS = {"cpus": "Cpus_allowed_list", "mems": "Mems_allowed_list"}
 
 
 @dataclass(frozen=True)
@@ -202,7 +196,7 @@ class _Reader:
         physical = self._physical_cores(usable - homeless)
         if not physical:
             raise UserError(f"None of the cores that this process may use ({format_list(usable) or 'none'}) belongs to a NUMA node.")
-        allowed = self._listed("mems")
+        allowed = self._listed("Mems_allowed_list")
         with_memory = [node.index for node in nodes if node.memory_total_bytes != 0]
         memory_nodes = tuple(index for index in with_memory if allowed is None or index in allowed)
         found = self._gpus(gpus, visible, nodes) if with_gpus else ()
@@ -231,19 +225,14 @@ class _Reader:
         return found.get("MemTotal"), found.get("MemFree")
 
     def _usable_cores(self, nodes: Sequence[NumaNode]) -> frozenset[int]:
-        """Online cores that the scheduler and the cpuset leave to this process."""
+        """Online cores that the scheduler leaves to this process, cpusets of containers included."""
         name = f"{_CPUS}/online"
         text = self._text(name)
         online = parse_list(text, name) if text else frozenset(core for node in nodes for core in node.cores)
-        if self.here and hasattr(os, "sched_getaffinity"):
-            allowed = frozenset(os.sched_getaffinity(0))
-            # If sysfs is hidden, only the scheduler's list is known.
-            online = online & allowed or allowed
-        cpuset = self._listed("cpus")
-        usable = online if cpuset is None else online & cpuset
-        if online and not usable:
-            self.notes.append(f"the cpuset ({format_list(cpuset or ())}) holds none of the usable cores and is not believed")
-            usable = online
+        here = self.here and hasattr(os, "sched_getaffinity")
+        allowed = frozenset(os.sched_getaffinity(0)) if here else self._listed("Cpus_allowed_list")
+        # If sysfs is hidden, only the scheduler's list is known.
+        usable = online if allowed is None else online & allowed or allowed
         if not usable:
             raise UserError(f"No core is listed below '{self.root / _CPUS}' or '{self.root / _NODES}'. Is sysfs mounted there?")
         return usable
@@ -261,16 +250,10 @@ class _Reader:
             self.notes.append(f"hardware threads of cores {format_list(silent)} are not reported: each is taken as one core")
         return tuple(sorted(groups))
 
-    def _listed(self, kind: str) -> frozenset[int] | None:
-        """Cores ("cpus") or memory nodes ("mems") that this process's status and cpuset allow; None: neither reports any."""
-        match = re.search(rf"^{_STATUS[kind]}:[ \t]*(\S*)", self._text("proc/self/status") or "", re.MULTILINE)
-        listed = parse_list(match[1], "proc/self/status") if match is not None else None
-        for name in _CPUSETS[kind]:
-            text = self._text(f"sys/fs/cgroup/{name}")
-            if text:
-                cpuset = parse_list(text, name)
-                return cpuset if listed is None else cpuset & listed or listed
-        return listed
+    def _listed(self, key: str) -> frozenset[int] | None:
+        """Cores or memory nodes in this process's status, which its cpuset limits; None: not reported."""
+        match = re.search(rf"^{key}:[ \t]*(\S*)", self._text("proc/self/status") or "", re.MULTILINE)
+        return None if match is None else parse_list(match[1], "proc/self/status")
 
     def _gpus(self, found: Sequence[Gpu] | None, visible: str | None, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
         if found is None:

@@ -41,6 +41,12 @@ def two_level_distances(num_nodes: int, per_socket: int, near: int, far: int) ->
     ]
 
 
+def status(cpus: str, mems: str = "") -> dict[str, str]:
+    """What the kernel says of a process whose affinity or cpuset leaves it these cores and memory nodes."""
+    lists = f"Cpus_allowed:\tff\nCpus_allowed_list:\t{cpus}\nMems_allowed:\t1\n"
+    return {"proc/self/status": f"Name:\tpython\n{lists}" + (f"Mems_allowed_list:\t{mems}\n" if mems else "")}
+
+
 def build(
     root: Path,
     siblings: Sequence[tuple[int, ...]],
@@ -54,7 +60,7 @@ def build(
         siblings: hardware threads of each physical core.
         nodes: None: a kernel without NUMA.
         gpus: {PCI address: what its numa_node file says}. Beside them there is a network card and a server's own display.
-        files: anything else, such as ``sys/fs/cgroup/cpuset.cpus.effective``.
+        files: anything else, such as `status`.
     """
     threads = sorted(thread for core in siblings for thread in core)
     written = {"sys/devices/system/cpu/online": ",".join(map(str, threads)), "proc/meminfo": "MemTotal: 4194304 kB\nMemFree: 2097152 kB"}

@@ -26,7 +26,7 @@ from embodied_rl.sim.affinity import (
     plan_placement,
 )
 from embodied_rl.sim.topology import Gpu, NumaNode, Topology
-from tests.sim.fake_sysfs import FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, two_nodes
+from tests.sim.fake_sysfs import FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, status, two_nodes
 
 FIRST, SECOND = "0000:41:00.0", "0000:c1:00.0"
 """Two PCI addresses in their order."""
@@ -135,7 +135,7 @@ def test_threads_numbered_side_by_side(tmp_path: Path) -> None:
 
 def test_cpuset_is_kept_to_and_uneven_nodes_get_their_part(tmp_path: Path) -> None:
     # Left: node 0 the core (3, 11); node 1 the cores (4,), (5,), (6,).
-    files = {"sys/fs/cgroup/cpuset.cpus.effective": "3-6,11", "sys/fs/cgroup/cpuset.mems.effective": "1"}
+    files = status("3-6,11", "1")
     topology = Topology.read(two_nodes(tmp_path, files=files))
     plan = plan_placement(topology, 4, "spread")
     # Fullness afterwards, node 0 against node 1: 1/1 : 1/3, 1/1 : 2/3, 1/1 : 3/3 (lower number first), then node 1.
@@ -188,7 +188,7 @@ def test_gpus_on_one_node_share_it_fairly(tmp_path: Path) -> None:
 
 
 def test_gpu_on_a_node_without_usable_cores_sends_workers_next_door(tmp_path: Path) -> None:
-    files = {"sys/fs/cgroup/cpuset.cpus.effective": "0-9,14-15"}  # nodes 5 and 6 belong to somebody else
+    files = status("0-9,14-15")  # nodes 5 and 6 belong to somebody else
     topology = Topology.read(eight_nodes(tmp_path, gpus={SECOND: 5}, files=files))
     assert nodes(plan_placement(topology, 5, "near_gpu")) == [4, 4, 7, 7, 0]
 
@@ -229,10 +229,10 @@ def test_auto_chooses_by_machine(tmp_path: Path) -> None:
     one = Topology.read(build(tmp_path / "one", single_threads(64), {0: FakeNode("0-63")}, gpus={FIRST: 0}))
     assert choose_policy(one, cgroup_root=QUIET) == "none"
     # One core on one node and two on the other: too few to be told where to run.
-    small = {"sys/fs/cgroup/cpuset.cpus.effective": "3-5"}
+    small = status("3-5")
     assert choose_policy(Topology.read(two_nodes(tmp_path / "small", files=small)), cgroup_root=QUIET) == "none"
     # Eight cores, but of one node.
-    half = {"sys/fs/cgroup/cpuset.cpus.effective": "0-3,8-11"}
+    half = status("0-3,8-11")
     assert choose_policy(Topology.read(two_nodes(tmp_path / "half", files=half)), cgroup_root=QUIET) == "none"
 
 
@@ -321,7 +321,7 @@ def test_near_and_spread_are_as_good_as_can_be(topology: Topology, num_workers: 
 
 
 def test_description_names_nodes_gpus_and_workers(tmp_path: Path) -> None:
-    topology = Topology.read(two_nodes(tmp_path, gpus={SECOND: 1}, files={"sys/fs/cgroup/cpuset.cpus.effective": "2-15"}))
+    topology = Topology.read(two_nodes(tmp_path, gpus={SECOND: 1}, files=status("2-15")))
     rows = [*describe_topology(topology), *describe_placements(plan_placement(topology, 3, "near_gpu"))]
     assert [f"{name}: {text}" for name, text in rows] == [
         "node 0: cores 0-3,8-11 (usable: 2-3,8-11); 4 physical, 6 hardware threads; 8.0 GiB, 6.0 free; distances 0:10 1:21",

@@ -12,7 +12,7 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.topology import Gpu, Topology, driver_gpus, format_list, normalise_pci, parse_list, sysfs_gpus, visible_gpus
-from tests.sim.fake_sysfs import GIB, FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, two_nodes
+from tests.sim.fake_sysfs import GIB, FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, status, two_nodes
 
 A100, H100 = "0000:41:00.0", "0000:c1:00.0"
 
@@ -67,31 +67,13 @@ def test_kernel_without_numa_is_one_node_and_says_so(tmp_path: Path) -> None:
     assert "NUMA nodes are not reported" in topology.notes[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["sys/fs/cgroup/cpuset.cpus.effective", "sys/fs/cgroup/cpuset/cpuset.effective_cpus", "sys/fs/cgroup/cpuset/cpuset.cpus"]
-)
-def test_cpuset_takes_cores_away(tmp_path: Path, name: str) -> None:
-    mems = name.replace(".cpus", ".mems").replace("_cpus", "_mems")
-    topology = Topology.read(two_nodes(tmp_path, files={name: "2-5,10-12", mems: "1"}))
+def test_cpuset_takes_cores_and_memory_away(tmp_path: Path) -> None:
+    topology = Topology.read(two_nodes(tmp_path, files=status("2-5,10-12", "1")))
     # 13 is outside, so core 5 has one thread left; cores 2 and 3 keep both.
     assert topology.physical_cores == ((2, 10), (3, 11), (4, 12), (5,))
     assert topology.usable_in(0) == ((2, 10), (3, 11))
     assert topology.memory_nodes == (1,)
     assert topology.nodes[0].cores == (0, 1, 2, 3, 8, 9, 10, 11)  # the machine's, not ours
-
-
-def test_process_status_takes_cores_and_memory_away(tmp_path: Path) -> None:
-    status = "Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_list:\t0-7\nMems_allowed:\t1\nMems_allowed_list:\t0\n"
-    both = {"proc/self/status": status, "sys/fs/cgroup/cpuset.cpus.effective": "6-9", "sys/fs/cgroup/cpuset.mems.effective": ""}
-    topology = Topology.read(two_nodes(tmp_path, files=both))
-    assert topology.cores == (6, 7)
-    assert topology.memory_nodes == (0,)
-
-
-def test_cpuset_of_another_machine_is_not_believed(tmp_path: Path) -> None:
-    topology = Topology.read(two_nodes(tmp_path, files={"sys/fs/cgroup/cpuset.cpus.effective": "100-103"}))
-    assert topology.cores == tuple(range(16))
-    assert "100-103" in topology.notes[0]
 
 
 def test_offline_cores_are_left_out(tmp_path: Path) -> None:
