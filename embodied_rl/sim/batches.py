@@ -37,8 +37,7 @@ class SlotViews:
         self._whole_state = state
         runs = [slots] if isinstance(slots, range) else [range(slot, slot + 1) for slot in slots.tolist()]
         self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]
-        self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
-        self.idle, self.all_ready = self._marks[IDLE], self._marks[READY]
+        self.idle, self.all_ready = (bytes([mark]) * self._size for mark in (IDLE, READY))
         self._text = pool.action_buffers() if pool.spec.action.kind == "text" else None
         self._actions, self._shape = self._arrays["action"], (self._size, pool.spec.action.dim)
         self._own_actions = self._actions[self._rows] if self._is_range else None

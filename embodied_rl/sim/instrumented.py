@@ -106,8 +106,6 @@ class FilmedSim(SimWrapper):
 
 
 def _stacked(views: Sequence[np.ndarray]) -> np.ndarray:
-    if len({view.shape for view in views}) == 1:
-        return np.concatenate(views)
     height, width = (max(view.shape[axis] for view in views) for axis in (0, 1))
     canvas = np.zeros((len(views) * height, width, 3), np.uint8)
     for index, view in enumerate(views):

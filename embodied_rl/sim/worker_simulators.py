@@ -6,11 +6,11 @@ import dataclasses
 import enum
 import math
 import os
-import select
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -163,17 +163,14 @@ class Supervisor:
 
     def _next_to_answer(self, asked: Mapping[int, float], limit_s: float) -> tuple[int, bool]:
         """(worker, whether it is late): the next of {worker: time of its request} with an answer to read, or the first that is late."""
-        poll, of = select.poll(), {}
-        for index in asked:
-            of[self.pool.workers[index].channel.socket.fileno()] = index
-            poll.register(self.pool.workers[index].channel.socket, select.POLLIN)
+        workers = {self.pool.workers[index].channel.socket: index for index in asked}
+        first = min(asked, key=asked.__getitem__)
         while True:
-            first = min(asked, key=lambda index: asked[index])
             left = asked[first] + limit_s - time.perf_counter()
             with waiting:
-                ready = poll.poll(1000 * min(max(left, 0.0), _LOOK_S))
+                ready = wait(workers, min(max(left, 0.0), _LOOK_S))
             if ready:
-                return of[ready[0][0]], False
+                return next(index for connection, index in workers.items() if connection is ready[0]), False
             if left <= 0:
                 return first, True
 
@@ -492,11 +489,15 @@ class WorkerSimulators(Simulators):
         Raises UserError if the simulator cannot save episodes (`spec.snapshots`).
         """
         pool = self._live_pool()
-        self._require_snapshots()
+        if self.spec.snapshots == "none":
+            raise SnapshotError(f"Episodes of task '{self.spec.task}' cannot be saved and restored (its spec says snapshots='none').")
         self._drain()
         chosen = [int(slot) for slot in slots]
         if self.spec.snapshots in ("exact", "approximate"):
-            self._rebase(chosen)
+            for slot, state in self._ask("snapshot", chosen, self._plan.start_timeout_s).items():
+                if pool.state[slot] <= READY:  # else the next episode has just begun; its seed is enough
+                    base = {"sim": state["sim"], "counters": state["counters"], "observation": pool.observation(slot)}
+                    self._episode_log.rebase(slot, base)
         elif lost := [slot for slot in chosen if self._episode_log.is_lost(slot)]:
             raise SnapshotError(f"The episodes of slots {lost} are too long to be saved as actions from their seed.")
         return [
@@ -549,12 +550,6 @@ class WorkerSimulators(Simulators):
             self._pool.begin()
             self._supervisor.revive_all()
 
-    def _rebase(self, slots: Sequence[int]) -> None:
-        pool = self._live_pool()
-        for slot, state in self._ask("snapshot", slots, self._plan.start_timeout_s).items():
-            if pool.state[slot] <= READY:  # else the next episode has just begun; its seed is enough
-                self._episode_log.rebase(slot, {"sim": state["sim"], "counters": state["counters"], "observation": pool.observation(slot)})
-
     def _ask(self, operation: str, slots: Sequence[int], timeout_s: float) -> dict[int, Any]:
         """{slot: what its worker answers}, from all workers in parallel."""
         wanted: dict[int, list[int]] = {}
@@ -567,10 +562,6 @@ class WorkerSimulators(Simulators):
 
         answers = self._supervisor.command(requests, Patience(timeout_s), operation, read)
         return {slot: value for own in answers.values() for slot, value in own.items()}
-
-    def _require_snapshots(self) -> None:
-        if self.spec.snapshots == "none":
-            raise SnapshotError(f"Episodes of task '{self.spec.task}' cannot be saved and restored (its spec says snapshots='none').")
 
     # ---- warm pool --------------------------------------------------------------------------------------------------
 

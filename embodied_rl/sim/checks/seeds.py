@@ -203,7 +203,7 @@ class _InChunks(SimWrapper):
         self._elapsed = np.zeros(num_envs, int)
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        self._sim.reset(env_ids, seeds, out, options)
+        super().reset(env_ids, seeds, out, options)
         self._elapsed[list(env_ids)] = 0
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
