@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, INFO_BUFFER, PENDING, READY, Marks, fence, memory_of
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, INFO_BUFFER, PENDING, READY, Marks, fence
 from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.specs import Rows
 from embodied_rl.types import EpisodeSummary, StepBatch
@@ -33,7 +33,7 @@ class SlotViews:
         self._size = len(slots)
         self.doorbells = [pool.doorbells[worker] for worker in dict.fromkeys(pool.worker_of[self._rows].tolist())]
         state = self._arrays["slot_state"]
-        self._state = memory_of(state[self._rows]) if self._is_range else None
+        self._state = state[self._rows].data if self._is_range else None
         self._whole_state = state
         runs = [slots] if isinstance(slots, range) else [range(slot, slot + 1) for slot in slots.tolist()]
         self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]

@@ -23,7 +23,6 @@ from embodied_rl.sim.transport import (
     Slab,
     VariableLengthBuffers,
     fence,
-    memory_of,
     plain_info,
 )
 from embodied_rl.specs import PartValue, Rows
@@ -67,10 +66,10 @@ class _Part:
             self.reward, self.terminated, self.truncated, self.success = (part[rows] for part in out.scalars.values())
             self.returns, self.lengths, self.success_once = runner.returns[rows], runner.lengths[rows], runner.success_once[rows]
             self.is_whole = len(ids) == runner.num_envs
-            self._flags = [memory_of(flags).cast("B") for flags in (self.terminated, self.truncated)]
-            self._successes = memory_of(self.success).cast("B")
+            self._flags = [flags.data.cast("B") for flags in (self.terminated, self.truncated)]
+            self._successes = self.success.data.cast("B")
             self._no_flag = bytes(len(ids))
-            self._rewards, self._no_reward = memory_of(self.reward).cast("B"), bytes(self.reward.nbytes)
+            self._rewards, self._no_reward = self.reward.data.cast("B"), bytes(self.reward.nbytes)
             self.marks = Marks(runner.whole_state, runner.start + first, runner.start + last)
             self.action = runner.action[rows]
             self.floats = [part[rows].reshape(-1) for part in runner._floats]
@@ -104,9 +103,9 @@ class SlotRunner:
         arrays, rows = slab.arrays, slice(self.start, self.stop)
         self.whole_state = arrays["slot_state"]
         self.state = self.whole_state[rows]
-        self.state_bytes = memory_of(self.state)
+        self.state_bytes = self.state.data
         self._begin, self._begin_seed = arrays["begin"][rows], arrays["begin_seed"][rows]
-        self._begin_bytes = memory_of(self._begin)
+        self._begin_bytes = self._begin.data
         self._autoreset: bool = setup["autoreset"]
         self.action = arrays["action"][rows]
         spec = sim.spec
@@ -135,7 +134,7 @@ class SlotRunner:
         }
         ends = ("return", "length", "seed", "index", "success_once", "success_at_end")
         self._reported = [arrays[f"episode_{name}"][rows] for name in ends]
-        self._progress = memory_of(arrays["progress"][self.index, :1]).cast("B").cast("I")
+        self._progress = arrays["progress"][self.index, :1].data.cast("B").cast("I")
         self._stepping = arrays["stepping"][self.index]
         # State of the running episodes:
         self.returns = np.zeros(self.num_envs, np.float64)

@@ -279,11 +279,6 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX_SYSCALL is not None else None
 
 
-def memory_of(array: np.ndarray) -> memoryview:
-    """The array's memory as a memoryview."""
-    return array.data
-
-
 class Marks:
     """Writes one mark to a run of slots in single machine words.
 
@@ -294,7 +289,7 @@ class Marks:
 
     def __init__(self, state: np.ndarray, start: int, stop: int) -> None:
         """`state`: the slab's "slot_state", whose length is a multiple of 8; slots [start, stop)."""
-        whole = memory_of(state).cast("B")
+        whole = state.data.cast("B")
         views: dict[int, memoryview] = {8: whole.cast("Q"), 4: whole.cast("I"), 2: whole.cast("H"), 1: whole}
         self.words: list[tuple[memoryview, int, tuple[int, ...]]] = []
         """(memory, index, value for each mark) of every store."""
@@ -320,8 +315,8 @@ class Doorbell:
         `spins`: whether it spins first. With more processes than cores, spinning would occupy the core of the process that it waits for."""
         self._yields, self._spin_s = yields, _SPIN_S if spins else 0.0
         # Reading a memoryview costs a third of reading an array element, and waiting consists of reads.
-        self._word = memory_of(word).cast("B").cast("I")
-        self._waiting = memory_of(waiting).cast("B").cast("I")
+        self._word = word.data.cast("B").cast("I")
+        self._waiting = waiting.data.cast("B").cast("I")
         self._keep_alive = (word, waiting)
         self._address = ctypes.c_void_p(word.ctypes.data)
         self._syscall = _libc.syscall if _libc is not None else None

@@ -30,7 +30,7 @@ from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.transport import PENDING, Doorbell, Slab, memory_of, slab_layout
+from embodied_rl.sim.transport import PENDING, Doorbell, Slab, slab_layout
 
 # ---- life of a keeper's child (a manager's worker or a service's environment): set-up, simulators, requests, faults, end ----
 
@@ -119,7 +119,7 @@ class Worker:
         self.current = runners[0]
         """Runner whose simulator was called last."""
         arrays, index = slab.arrays, runners[0].index
-        self._control_pending = memory_of(arrays["control_pending"][index, :1]).cast("B").cast("I")
+        self._control_pending = arrays["control_pending"][index, :1].data.cast("B").cast("I")
         self._states = [runner.state_bytes for runner in runners]
         self.failed = arrays["failed"][index]
         self.doorbell = Doorbell(arrays["worker_doorbell"][index, :1], arrays["worker_waiting"][index, :1], spins=spins)

@@ -25,7 +25,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, available_cores, thread_variables
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
-from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, VariableLengthBuffers, memory_of, slab_layout
+from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, VariableLengthBuffers, slab_layout
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, VariableSpec
 
@@ -384,7 +384,7 @@ class WorkerPool:
         self.slab = Slab(slab_layout(self.spec, self.plan.num_slots, self.plan.num_workers, self.plan.chunk_size))
         self.has_slab, arrays = True, self.slab.arrays
         arrays["stepping"][:] = -1
-        self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])
+        self.state = arrays["slot_state"][: self.plan.num_slots].data
         self.doorbell = Doorbell(arrays["manager_doorbell"], arrays["manager_waiting"], MANAGER_YIELDS, spins=self._spins)
         self.doorbells = [Doorbell(arrays["worker_doorbell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
         for index in range(len(self.workers)):
