@@ -253,7 +253,7 @@ class _Measurement:
     def _play(self, setting: Setting) -> Callable[[], tuple[float, int]]:
         """A function that plays a short rollout with these workers, in the groups of slots of `setting`."""
         manager, groups = self._found[setting.num_workers], self._asked.config.num_groups
-        return self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, groups, self._num_steps).play
+        return self._plays.get(setting.num_workers) or turns(manager, setting.num_turns, groups, self._num_steps)
 
 
 def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
@@ -268,29 +268,27 @@ def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
     return busy_s > _LEAST_START_S or seconds > _BUSY * _LONGEST_START_S
 
 
-class Turns:
-    """Steps a manager's slots in turns as a rollout does, with constant actions."""
+def turns(manager: EnvManager, num_turns: int, num_calls: int, num_steps: int) -> Callable[[], tuple[float, int]]:
+    """Reset all slots; returns a function that plays a rollout with constant actions and slots in turns: (seconds, steps of all slots).
+    `num_calls`: calls of the policy per step of all slots; `num_steps`: steps of each slot in a rollout."""
+    groups = [group for group in split_slots(range(manager.num_slots), min(num_turns, manager.num_slots)) if len(group)]
+    acted = [(group, still_actions(manager, len(group))) for group in groups]
+    think_s = _THINK_S * num_calls / len(groups)
+    manager.reset()
 
-    def __init__(self, manager: EnvManager, num_turns: int, num_calls: int, num_steps: int) -> None:
-        """Reset all slots. `num_calls`: calls of the policy per step of all slots; `num_steps`: steps of each slot in a rollout."""
-        self._manager, self._num_steps, num_groups = manager, num_steps, min(num_turns, manager.num_slots)
-        self._groups = [group for group in split_slots(range(manager.num_slots), num_groups) if len(group)]
-        self._actions = [still_actions(manager, len(group)) for group in self._groups]
-        self._think_s = _THINK_S * num_calls / len(self._groups)
-        manager.reset()
-
-    def play(self) -> tuple[float, int]:
-        """Play a rollout; returns (seconds, steps of all slots)."""
-        for group, actions in zip(self._groups, self._actions, strict=True):
-            self._manager.send(group, actions)
+    def play() -> tuple[float, int]:
+        for group, actions in acted:
+            manager.send(group, actions)
         started = time.perf_counter()
-        for number in range(self._num_steps):
-            for group, actions in zip(self._groups, self._actions, strict=True):
-                begin_ended(self._manager, self._manager.recv(group))
-                if number < self._num_steps - 1:
-                    _think(self._think_s)
-                    self._manager.send(group, actions)
-        return time.perf_counter() - started, self._num_steps * self._manager.num_slots
+        for number in range(num_steps):
+            for group, actions in acted:
+                begin_ended(manager, manager.recv(group))
+                if number < num_steps - 1:
+                    _think(think_s)
+                    manager.send(group, actions)
+        return time.perf_counter() - started, num_steps * manager.num_slots
+
+    return play
 
 
 def _think(seconds: float) -> None:

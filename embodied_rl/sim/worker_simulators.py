@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.sim.worker_choice import Setting, Trials
-from embodied_rl.sim.worker_pool import Patience, WorkerPool, WorkerPoolPlan, WorkerProcess, close_all
+from embodied_rl.sim.worker_pool import Answer, Patience, WorkerPool, WorkerPoolPlan, WorkerProcess, close_all
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, StepBatch
 
@@ -42,7 +42,6 @@ _AT_ONCE = frozenset({FaultKind.RAISED, FaultKind.NON_FINITE, FaultKind.WRONG_SH
 """Kinds that end the run if no step ever succeeded, because such a simulator would fail again."""
 
 Message = tuple[dict[str, Any], bytes]
-Answer = TypeVar("Answer")
 
 
 class _Phase(enum.Enum):
