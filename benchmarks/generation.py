@@ -163,6 +163,7 @@ def main() -> None:
             ratios = {
                 name: statistics.median(own / base for own, base in zip(rates[name], rates["transformers"], strict=True)) for name in rates
             }
+            print(f"{batch} at a time: {rates}", flush=True)
             rows += [[f"{name}, {batch} at a time", f"{statistics.median(rates[name]):,.0f}", f"{ratios[name]:.1f}x"] for name in sides]
             parts = [f"{name} {ratios[name]:.1f}x" for name in sides if name != "transformers"]
             if engine is not None:

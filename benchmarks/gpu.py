@@ -81,7 +81,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "tokens": Section(
         "Language models: tokens a second of the torch backend and of vLLM against transformers",
-        ("generation.py", "--batches", "1", "32", "--rounds", "2"),
+        ("generation.py", "--batches", "1", "32", "--rounds", "1", "--requests", "8", "--compiled"),
         ("generation.py", "--batches", "4", "--requests", "8", "--rounds", "1"),
     ),
     "vllm": Section("vLLM: seconds to sleep and wake, bytes left", ("vllm_turns.py",), ("vllm_turns.py", "--tiny")),
