@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,13 @@ def test_uses_are_counted_and_failures_are_text() -> None:
     assert schema["function"]["parameters"]["required"] == ["expression"]
     with pytest.raises(UserError, match="Two tools"):
         Toolbox([Calculator(), Calculator()])
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "agent_tools.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, str(page), "exec"), {})
+    assert capsys.readouterr().out.startswith("42\n[1] cups\n")
 
 
 def test_long_results_lose_their_middle() -> None:

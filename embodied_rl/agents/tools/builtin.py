@@ -178,24 +178,20 @@ def make_toolbox(names: Sequence[str], options: ToolsConfig) -> Toolbox:
     tools: list[Tool] = []
     try:
         for name in names:
-            if name != "mcp":
-                tools.append(_builtin(name, options))
-                continue
-            for server in options.mcp:
-                tools += McpServer(server["command"], env=server.get("env"), timeout_s=float(server.get("timeout_s", 30.0))).tools
+            if name == "calculator":
+                tools.append(Calculator())
+            elif name == "search":
+                assert options.corpus is not None, "the configuration was checked"
+                tools.append(Search(Bm25(read_corpus(Path(options.corpus).expanduser()))))
+            elif name == "python":
+                limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
+                tools.append(PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox))
+            else:
+                assert name == "mcp", "the configuration was checked"
+                for server in options.mcp:
+                    tools += McpServer(server["command"], env=server.get("env"), timeout_s=float(server.get("timeout_s", 30.0))).tools
         return Toolbox(tools, options)
     except BaseException:
         for tool in tools:
             tool.close()
         raise
-
-
-def _builtin(name: str, options: ToolsConfig) -> Tool:
-    if name == "calculator":
-        return Calculator()
-    if name == "search":
-        assert options.corpus is not None, "the configuration was checked"
-        return Search(Bm25(read_corpus(Path(options.corpus).expanduser())))
-    assert name == "python", "the configuration was checked"
-    limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
-    return PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox)

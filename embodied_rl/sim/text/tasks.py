@@ -67,7 +67,7 @@ def make(
             "sim.kwargs.environment=my_package.my_module:MyTask policy=language generation=tokens_torch algorithm=grpo"
         )
     one = functools.partial(load_target(environment), **kwargs)
-    return TaskSim(task or environment.rpartition(":")[2], num_envs, one, success_return, room_bytes=(observation_bytes, action_bytes))
+    return TaskSim(task or environment.rpartition(":")[2], num_envs, one, success_return, observation_bytes, action_bytes)
 
 
 class TaskSim(TextSim):
@@ -79,17 +79,17 @@ class TaskSim(TextSim):
         num_envs: int,
         make_one: Callable[[], TextTask],
         success_return: float = 1.0,
-        *,
-        room_bytes: tuple[int, int] = (2**16, 2**16),
+        observation_bytes: int = 2**16,
+        action_bytes: int = 2**16,
     ) -> None:
-        """See `make`; `room_bytes`: largest observation and largest action in bytes."""
+        """See `make`."""
         super().__init__(
             task,
             lambda: TaskGame(make_one(), task, success_return),
             num_envs,
             snapshots="exact",
-            observation_bytes=room_bytes[0],
-            action_bytes=room_bytes[1],
+            observation_bytes=observation_bytes,
+            action_bytes=action_bytes,
             isolated=False,
         )
 
