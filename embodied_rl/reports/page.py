@@ -18,6 +18,7 @@ from embodied_rl.checkpoint import add_result_to_card, load_checkpoint, resume_c
 from embodied_rl.checkpoint.card import python_of
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.errors import UserError
+from embodied_rl.evaluation.output import number, number_range, percent, percent_range
 from embodied_rl.files import write_atomic
 from embodied_rl.paths import assets_dir
 from embodied_rl.progress import clock_text, progress_bar, screen_lines
@@ -263,9 +264,6 @@ def _can_be_filmed(summary: RunSummary) -> bool:
 
 def _figures(results: dict[str, Any]) -> dict[str, str]:
     """Success, if defined, and return, each with its interval."""
-    figures = {}
-    if results["success"] is not None:
-        low, high = results["success_interval_95"]
-        figures["success"] = f"{results['success']:.1%} (95% interval {100 * low:.1f}–{100 * high:.1f}%)"
-    low, high = results["return_mean_interval_95"]
-    return {**figures, "return": f"{results['return_mean']:.4g} (95% interval {low:.4g} to {high:.4g})"}
+    shown = {"success": f"{percent(results['success'])} (95% interval {percent_range(results['success_interval_95'])})"}
+    total = f"{number(results['return_mean'])} (95% interval {number_range(results['return_mean_interval_95'])})"
+    return {**(shown if results["success"] is not None else {}), "return": total}

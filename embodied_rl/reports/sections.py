@@ -339,16 +339,17 @@ def evaluation_section(run: RunData) -> str:
     charts = _episodes_chart(results) if results else ""
     both = results and any(run.curve(f"eval/{name}")[0] for name in ("success", "return"))
     parts = [f'<p class="note">{_TWO_EVALUATIONS}</p>' if both else "", _cloning(run)]
-    parts += [f'<div class="charts">{charts}</div>' if charts else "", card(_by_task(results), "By task")]
-    rows = []
-    for name, document in run.evaluations.items():
-        rows += [_evaluation_row(name, one, document) for one in document.get("evaluations") or [document]]
-    columns = ["file", "policy", "task", "seeds", *FIGURE_COLUMNS]
-    if rows and {row[2] for row in rows} == {text(run.task)}:
-        columns.pop(2)
-        rows = [[*row[:2], *row[3:]] for row in rows]
-    if rows:
-        parts.append(card(grid(columns, rows, numbers=range(columns.index("seeds"), len(columns))), "Later evaluations"))
+    tasks = [((task,), figures) for task, figures in (results.get("tasks") or {}).items()]
+    parts += [f'<div class="charts">{charts}</div>' if charts else "", card(_figure_grid(("task", "episodes"), tasks), "By task")]
+    columns: tuple[str, ...] = ("file", "policy", "task", "seeds")
+    rows: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = [
+        ((name, one.get("label") or _policy_of(one), one.get("task") or document.get("task")), one)
+        for name, document in run.evaluations.items()
+        for one in document.get("evaluations") or [document]
+    ]
+    if {cells[2] for cells, _ in rows} == {run.task}:
+        columns, rows = ("file", "policy", "seeds"), [(cells[:2], one) for cells, one in rows]
+    parts.append(card(_figure_grid(columns, rows), "Later evaluations"))
     for name, document in run.evaluations.items():
         parts.append(card(_comparisons(document), f"Compared seed by seed ({name})") if document.get("comparisons") else "")
     return "".join(parts)
@@ -361,18 +362,22 @@ def _cloning(run: RunData) -> str:
         return ""
     stages = {"before cloning": cloned["before"], "after cloning": cloned["after"]}
     stages |= {"after reinforcement learning": run.results} if run.results.get("num_episodes") else {}
-    rows = [[text(stage), text(figures.get("num_episodes", "–")), *_cells(figures)] for stage, figures in stages.items()]
-    columns = ("stage", "seeds", *FIGURE_COLUMNS)
-    return card(grid(columns, rows, numbers=range(1, len(columns))), "Before and after cloning")
+    return card(_figure_grid(("stage", "seeds"), [((stage,), figures) for stage, figures in stages.items()]), "Before and after cloning")
+
+
+def _figure_grid(names: Sequence[str], rows: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> str:
+    """A table of figures of evaluations: (cells before the number of episodes, figures) of each; `names` of these cells and that number."""
+    cells = [[*map(text, own), text(figures.get("num_episodes", "–")), *_cells(figures)] for own, figures in rows]
+    columns = (*names, *FIGURE_COLUMNS)
+    return grid(columns, cells, numbers=range(len(names) - 1, len(columns))) if rows else ""
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     return [text(cell) for cell in figure_cells(figures)]
 
 
-def _evaluation_row(name: str, one: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
-    policy = one.get("label") or ("random" if one.get("policy") == "random" else f"step {one.get('step', '–')}")
-    return [text(name), text(policy), text(one.get("task") or document.get("task")), text(one.get("num_episodes", "–")), *_cells(one)]
+def _policy_of(one: Mapping[str, Any]) -> str:
+    return "random" if one.get("policy") == "random" else f"step {one.get('step', '–')}"
 
 
 def _comparisons(document: Mapping[str, Any]) -> str:
@@ -382,13 +387,6 @@ def _comparisons(document: Mapping[str, Any]) -> str:
         rows.append([text(cell) for cell in cells])
     columns = ("policy", "against", "pairs", "success", "95% interval", "p", "return", "95% interval", "p")
     return grid(columns, rows, numbers=range(2, len(columns)))
-
-
-def _by_task(results: Mapping[str, Any]) -> str:
-    tasks = results.get("tasks") or {}
-    rows = [[text(task), text(figures.get("num_episodes")), *_cells(figures)] for task, figures in tasks.items()]
-    columns = ("task", "episodes", *FIGURE_COLUMNS)
-    return grid(columns, rows, numbers=range(1, len(columns))) if rows else ""
 
 
 def _episodes_chart(results: Mapping[str, Any]) -> str:
