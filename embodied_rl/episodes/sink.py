@@ -132,12 +132,14 @@ class EpisodeSink(Sink):
     def begin(self, row: Mapping[str, Any]) -> None:
         self._require(self._first is None and not self.is_closed, "has begun already")
         # The columns are known from the first step on, so a copy waits until then.
-        self._first = {name: _copied(value) for name, value in row.items()}
+        self._first = copy.deepcopy(dict(row))
 
     def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
         if self.columns is None:
-            columns = self._columns_with({name: value for name, value in row.items() if name in OPTIONAL_COLUMNS})
-            self.begin_as(columns)
+            # Those of the first step, and those of the first observation.
+            optional = {name: value for name, value in row.items() if name in OPTIONAL_COLUMNS}
+            around = {name: value for name, value in (self._first or {}).items() if is_extra(name)}
+            self.begin_as(self._writer.columns_for({**optional, **around}))
         self._require(not self.is_over and not self.is_closed, "has ended")
         rows = self.make_room() if self._rows is None or self._late else self._rows
         if snapshot is not None:
@@ -229,11 +231,6 @@ class EpisodeSink(Sink):
             self._rows.extend(rows)
         return self._rows
 
-    def _columns_with(self, optional: Mapping[str, Any]) -> tuple[Column, ...]:
-        """Columns that follow from the first step's optional ones and from the first observation."""
-        first = self._first or {}
-        return self._writer.columns_for({**optional, **{name: value for name, value in first.items() if is_extra(name)}})
-
     def _take_columns(self) -> list[list[np.ndarray]]:
         """Release the rows of each column in pieces [t, *shape], for an episode that `_may_wait`."""
         if self._fetch is not None:
@@ -297,10 +294,6 @@ def columns_around(
     if images:
         columns.update({f"images.{camera}": value for camera, value in images.items()})
     return columns
-
-
-def _copied(value: Value) -> Value:
-    return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value)
 
 
 _GAP_BYTES = 2**8

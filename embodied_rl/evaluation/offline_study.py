@@ -523,8 +523,9 @@ def study_recording(
     Raises UserError: a checkpoint does not fit the recording, or no episode is left; RecordingError: an episode is damaged.
     """
     targets = [load_target(checkpoint, label, recording.info, settings.target) for label, checkpoint in checkpoints]
-    limit = step_limit(recording, settings)
     if settings.given.horizon is None and settings.truncation == "end":
+        limits = (settings.horizon, recording.info.sim.get("max_episode_steps"), recording.info.spec.max_episode_steps)
+        limit = min((int(limit) for limit in limits if limit), default=None)
         settings = replace(settings, given=replace(settings.given, horizon=limit))
     episodes, scores = score_recording(
         recording,
@@ -557,12 +558,6 @@ def study_recording(
         best_share=best,
         notes=_notes(recording, episodes, settings),
     )
-
-
-def step_limit(recording: Recording, settings: OfflineSettings) -> int | None:
-    """Most steps of a recorded episode, from the settings, the recorded configuration and the simulator."""
-    limits = (settings.horizon, recording.info.sim.get("max_episode_steps"), recording.info.spec.max_episode_steps)
-    return min((int(limit) for limit in limits if limit), default=None)
 
 
 def _study_policy(

@@ -185,7 +185,7 @@ class _Writer:
             "next.done": episode.terminated | episode.truncated,
         }
         row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": length}
-        fields = dict(_fields(episode))
+        fields = episode.columns()
         noted_as_lost = {note.field for note in self._notes if note.fate == "lost"}
         for uneven in fields.keys() - {f.field for f in self._features} - self._dropped - noted_as_lost:
             raise _UnevenError(uneven)
@@ -324,17 +324,9 @@ def _pandas_index(name: str) -> dict[str, str]:
 # ---- features -------------------------------------------------------------------------------------------------------
 
 
-def _fields(episode: RecordedEpisode) -> Iterator[tuple[str, np.ndarray]]:
-    """All arrays of an episode by field name; observations and states with T + 1 rows."""
-    yield from episode.per_step().items()
-    for room, parts in (("observation", episode.observation), ("state", episode.state or {}), ("images", episode.images)):
-        for key, part in parts.items():
-            yield f"{room}.{key}", np.asarray(part)
-
-
 def _features(spec: SimSpec, episode: RecordedEpisode, video: Video, dropped: set[str], notes: NoteBook) -> Iterator[Feature]:
     taken: set[str] = set()
-    for field, part in _fields(episode):
+    for field, part in {**episode.per_step(), **episode.columns()}.items():
         if field in dropped:
             continue
         feature = _feature(field, part, spec, video, taken, notes)
@@ -348,12 +340,13 @@ def _feature(field: str, part: np.ndarray, spec: SimSpec, video: Video, taken: s
     variable = spec.observation.get(key) if field.startswith("observation.") else None
     around = field.startswith(("observation.", "state.", "images."))
     kept = layout.feature_name(field, False, taken)
+    said = f"'{kept}'; {_LAST_LOST}" if around else f"'{kept}'"
     if isinstance(variable, VariableSpec) or part.dtype == object:
         kind = variable.kind if isinstance(variable, VariableSpec) else "text"
         if kind == "array" or (kind == "text" and not all(isinstance(value, str) for value in part)):
             notes.add(field, "lost", "LeRobot has no columns for arrays of varying size")
             return None
-        notes.add(field, "changed" if around else "kept", f"'{kept}'; {_LAST_LOST}" if around else f"'{kept}'")
+        notes.add(field, "changed" if around else "kept", said)
         return Feature(field, kept, "text" if kind == "text" else "json")
     shape = tuple(part.shape[1:])
     if part.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3:
@@ -367,7 +360,7 @@ def _feature(field: str, part: np.ndarray, spec: SimSpec, video: Video, taken: s
         notes.add(field, "lost", f"LeRobot has no columns of shape {list(shape)}")
         return None
     fate: Literal["changed", "extra", "kept"] = "changed" if around else "extra" if field in OPTIONAL_COLUMNS else "kept"
-    notes.add(field, fate, f"'{kept}'; {_LAST_LOST}" if around else f"'{kept}'")
+    notes.add(field, fate, said)
     return Feature(field, kept, "column", str(part.dtype), shape)
 
 
