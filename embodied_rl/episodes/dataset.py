@@ -398,7 +398,7 @@ def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, t
     steps, there = _ahead(np.stack([reward.astype(np.float64), terminated, truncated], axis=1), starts, stops, int((stops - starts).max()))
     over = steps[..., 1] > 0
     ended = np.zeros(len(starts), bool)
-    return _discounted(steps[..., 0], over, there & ~_after_first(over), ended, (steps[..., 2] > 0).any(-1), gamma)
+    return _discounted(steps[..., 0], over, there & ~_after_first(over), ended, np.asarray((steps[..., 2] > 0).any(-1)), gamma)
 
 
 def _ahead(action: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

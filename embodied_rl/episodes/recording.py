@@ -385,14 +385,14 @@ class EpisodeTable:
     """[E] object: str, or None for the recording's only task."""
 
     @staticmethod
-    def of(episodes: list[RecordedEpisode]) -> EpisodeTable:
-        return EpisodeTable.of_rows(
-            [(e.num_steps, e.seed, e.episode_return, e.success_once, e.success_at_end, e.complete, e.task) for e in episodes]
-        )
-
-    @staticmethod
-    def of_rows(rows: Sequence[tuple[int, int, float, bool, bool, bool, str | None]]) -> EpisodeTable:
-        """Build the table from one row per episode, in the order of the columns."""
+    def of(episodes: Iterable[Mapping[str, Any]]) -> EpisodeTable:
+        """Build the table from the fields of `RecordedEpisode` of each episode, one at a time."""
+        rows = []
+        for fields in episodes:
+            reward, success = fields["reward"], fields["success"]
+            ended = fields["terminated"][-1] or fields["truncated"][-1]
+            outcome = (reward.sum(dtype=np.float64), success.any(), success[-1], ended)
+            rows.append((len(reward), fields["seed"], *outcome, fields.get("task")))
         columns = []
         for index, dtype in enumerate((np.int64, np.int64, np.float64, bool, bool, bool, object)):
             columns.append(np.empty(len(rows), dtype))

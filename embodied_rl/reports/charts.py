@@ -224,7 +224,7 @@ def range_chart(
     for place, (label, colour, value, ranges) in enumerate(rows):
         left, y = frame.at(x_range[0], len(rows) - place - 0.7)
         parts.append(f'<text class="tick" x="{left + 4:.1f}" y="{y - 8:.1f}">{html.escape(label)}</text>')
-        for width, ends in zip((7, 2)[-len(ranges) :], ranges, strict=True):
+        for width, ends in zip((7, 2)[2 - len(ranges) :], ranges, strict=True):
             (low, _), (high, _) = (frame.at(min(max(end, x_range[0]), x_range[1]), 0) for end in ends)
             style = f"stroke-width: {width}; opacity: {0.3 if width > 2 else 1}"
             parts.append(f'<path class="line c{colour % NUM_COLOURS}" style="{style}" d="M{low:.1f} {y:.1f}L{high:.1f} {y:.1f}"/>')

@@ -16,6 +16,7 @@ import numpy as np
 from embodied_rl.episodes.assessment import Estimate
 from embodied_rl.episodes.estimators import Interval
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
+from embodied_rl.evaluation.output import number
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.meanings import OFFLINE
 from embodied_rl.reports.charts import NUM_COLOURS, Series, card, facts, grid, line_chart, range_chart, text
@@ -55,7 +56,7 @@ def ranking(study: OfflineStudy) -> Shown:
         policy = study.policy(label)
         estimate, best = policy.estimate(by), f"{study.best_share[label]:.0%}"
         likelihood = f"{policy.open_loop.log_likelihood.mean:.3g}"
-        rows.append((str(place), label, _number(estimate.value), _interval(estimate.bootstrap), best, likelihood))
+        rows.append((str(place), label, number(estimate.value), _interval(estimate.bootstrap), best, likelihood))
     columns = ("", "policy", by, _bootstrap(study), "best in", "log-likelihood per step")
     return Shown(f"Ranked by {by} (γ = {study.settings.given.gamma:g})", columns, rows, leading=2)
 
@@ -66,7 +67,7 @@ def estimates(study: OfflineStudy, policy: PolicyResult) -> Shown:
     for estimate in all_estimates(study, policy):
         weights = estimate.weights
         cells = ("", "", "") if weights is None else (f"{weights.ess:.1f}", f"{weights.largest:.3g}", f"{weights.mean:.3g}")
-        value = "refused" if estimate.refused else _number(estimate.value)
+        value = "refused" if estimate.refused else number(estimate.value)
         rows.append((estimate.estimator, value, _interval(estimate.bootstrap), _interval(estimate.concentration), *cells))
     columns = ("", "value", _bootstrap(study), "concentration", "ESS", "largest weight", "mean weight")
     return Shown(f"{policy.label}: value over {study.num_episodes} episodes (γ = {study.settings.given.gamma:g})", columns, rows)
@@ -106,10 +107,6 @@ def by_dimension(policies: Sequence[PolicyResult]) -> Shown:
             shares = ("" if explained != explained else f"{explained:.1%}", f"{loop.accuracy_by_dim[dim]:.1%}")
             rows.append((policy.label if dim == 0 else "", f"dimension {dim}", f"{mse:.4g}", f"{mae:.4g}", *shares))
     return Shown("By dimension", ("policy", "", "MSE", "MAE", "explained", "same bin"), rows, leading=2)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _interval(interval: Interval | None) -> str:
@@ -210,11 +207,11 @@ def _videos(recording: Recording, numbers: Sequence[int]) -> str:
     if not any(_is_picture(part) for part in recording.spec.observation.values()) and not recording.episode(0).images:
         return ""
     figures = []
-    for number in numbers:
-        episode = recording.episode(number)
+    for index in numbers:
+        episode = recording.episode(index)
         frames = _pictures(episode, recording)
         if frames:
-            caption = f"episode {number}, seed {episode.seed}, return {episode.episode_return:.4g}"
+            caption = f"episode {index}, seed {episode.seed}, return {episode.episode_return:.4g}"
             caption += ", success" if episode.success_once else ""
             data = _video(frames)
             source = f"data:video/mp4;base64,{base64.b64encode(data).decode('ascii')}"

@@ -19,7 +19,7 @@ class MemoryRecording(Recording):
     """Episodes that lie in memory, as a recording."""
 
     def __init__(self, info: RecordingInfo, episodes: list[RecordedEpisode], name: str = "memory") -> None:
-        super().__init__(Path(name), info, EpisodeTable.of(episodes))
+        super().__init__(Path(name), info, EpisodeTable.of(map(vars, episodes)))
         self._episodes = episodes
 
     def episode(self, number: int) -> RecordedEpisode:

@@ -20,7 +20,7 @@ from tests.filming.samples import SPEC, recorded_episode
 
 class InMemory(Recording):
     def __init__(self, path: Path, episodes: Sequence[RecordedEpisode]) -> None:
-        super().__init__(path, RecordingInfo(SPEC, {}, {"kind": "random"}), EpisodeTable.of(list(episodes)))
+        super().__init__(path, RecordingInfo(SPEC, {}, {"kind": "random"}), EpisodeTable.of(map(vars, episodes)))
         self._episodes = episodes
 
     def episode(self, number: int) -> RecordedEpisode:

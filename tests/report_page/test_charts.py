@@ -15,6 +15,7 @@ from embodied_rl.reports.charts import (
     line_chart,
     nice_ticks,
     percent_text,
+    range_chart,
     reduced,
     scatter_chart,
     short_number,
@@ -148,3 +149,16 @@ def test_ticks_that_differ_have_different_labels(low: float, high: float, labels
     drawn = line_chart("any", [Series("any", [1, 2], [low, high])])
     assert re.findall(r'text-anchor="end">([^<]+)</text><line class="grid"', drawn) == labels[:-1]
     assert f'text-anchor="end">{labels[-1]}</text>' in drawn
+
+
+def test_values_with_two_ranges_one_or_none() -> None:
+    wide, narrow = (-5.0, 9.0), (1.0, 2.0)
+    rows = [("is a", 0, 1.5, [wide, narrow]), ("wis b", 1, 1.2, [narrow]), ("dr c: refused", 2, None, [])]
+    drawn = range_chart("Values", rows, x_label="value", x_range=(0.0, 4.0), mark=3.0, note="")
+    widths = [int(width) for width in re.findall(r"stroke-width: (\d)", drawn)]
+    assert widths == [7, 2, 2], "the widest range is the broad one"
+    assert drawn.count("<circle") == 2
+    assert drawn.count('class="mark') == 1
+    pale = re.search(r'stroke-width: 7[^"]*" d="M([\d.]+) [\d.]+L([\d.]+)', drawn)
+    assert pale is not None
+    assert [float(end) for end in pale.groups()] == [50.0, 828.0], "ranges are cut at the edges of the figure"

@@ -63,17 +63,18 @@ class ForeignRecording(Recording):
 
     def __init__(self, path: Path) -> None:
         """Read the small columns of all episodes once. Raises RecordingError if they are damaged or inconsistent."""
-        notes, bounds, rows = NoteBook(), ActionBounds(), []
+        notes, bounds = NoteBook(), ActionBounds()
         count, info = self._open(notes)
-        for number in range(count):
-            fields = self._flags(number, notes)
-            with raised_as_damage(path, number, "action", said=""):
-                bounds.add(fields["action"])
-            reward, success = fields["reward"], fields["success"]
-            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
-            total = float(reward.sum(dtype=np.float64))
-            rows.append((len(reward), fields["seed"], total, bool(success.any()), bool(success[-1]), ended, fields.get("task")))
-        super().__init__(path, self._foreign_info(bounds, notes) if info is None else info, EpisodeTable.of_rows(rows))
+
+        def survey() -> Iterator[dict[str, Any]]:
+            for number in range(count):
+                fields = self._flags(number, notes)
+                with raised_as_damage(path, number, "action", said=""):
+                    bounds.add(fields["action"])
+                yield fields
+
+        table = EpisodeTable.of(survey())
+        super().__init__(path, self._foreign_info(bounds, notes) if info is None else info, table)
         self.notes = tuple(notes)
         """Notes on missing fields and their replacements."""
 
