@@ -518,7 +518,7 @@ def test_what_takes_long_plays_shorter_rollouts_and_is_not_bound(step_s: float, 
     manager, choice = measurement.chosen(None)
     with manager:
         assert choice is not None
-        assert (manager.num_workers, choice.has_number) == (2, True)
+        assert (manager.num_workers, choice.start.has_number) == (2, True)
     assert played == {num_steps}
     assert any(each.bound for each in measured) == (step_s < 2e-4)
     found = asked.remembered()
@@ -592,7 +592,7 @@ def test_what_was_measured_beside_other_work_is_not_kept() -> None:
         tried.remember(tried.choice(compared(settings), rounds))
         found = tried.remembered()
         assert found is not None
-        assert (found.has_number, len(found.run.rounds)) == (True, kept)
+        assert (found.start.has_number, len(found.run.rounds)) == (True, kept)
 
 
 @pytest.mark.parametrize("spent_s", [0.0, 1e-3])
@@ -620,7 +620,7 @@ def test_fewer_workers_are_not_started_where_the_simulation_would_take_them_long
     assert told == ["sim.num_workers=auto: 2 workers for 4 slots of toy, 2.90 times as fast as 1 when it was measured here."]
     found = Circumstances(toy(), rollouts=True, policy="given").remembered()
     assert found is not None
-    assert found.has_number
+    assert found.start.has_number
 
 
 def test_what_a_step_takes_is_told_by_the_processor_time_of_the_workers() -> None:

@@ -98,7 +98,7 @@ class ToyGame(GridGame):
 
     def draw(self, size: int) -> np.ndarray:
         """See `GridGame.draw`: the board's lines as tiles; for Blackjack the words."""
-        from embodied_rl.sim.film import text_panel
+        from embodied_rl.sim.instrumented import text_panel
 
         board = "\n".join(line for line in self.text().splitlines() if " " not in line)
         return draw_board(board, COLOURS, size) if board else text_panel(self.text(), size)
