@@ -29,7 +29,7 @@ from embodied_rl.commands import serve_envs
 from embodied_rl.errors import UserError
 from embodied_rl.serving.environments import hub as environment_module
 from embodied_rl.serving.environments.app import EnvironmentService
-from embodied_rl.serving.environments.hub import Environment, Outcome
+from embodied_rl.serving.environments.hub import Environment, EnvRequest, Outcome
 from embodied_rl.serving.http_server import HttpProblem, ServerLimits
 from embodied_rl.sim import worker_pool as process
 from embodied_rl.sim.snapshots import decode_state
@@ -219,13 +219,13 @@ def time_is_over_when_it_hangs(monkeypatch: pytest.MonkeyPatch, once: Path) -> N
     """Of the request number 3; and the environment has minutes to say where it hangs."""
     finish = Environment.finish
 
-    def finish_later(environment: Environment) -> Outcome:
+    def finish_later(environment: Environment, request: EnvRequest) -> Outcome:
         deadline = time.monotonic() + 240
         while environment.number == 3 and not hangs(once) and time.monotonic() < deadline:
             time.sleep(0.01)
         if environment.number == 3:
             environment._deadline = 0.0
-        return finish(environment)
+        return finish(environment, request)
 
     monkeypatch.setattr(Environment, "finish", finish_later)
     monkeypatch.setattr(process, "_STACK_S", 120.0)

@@ -98,7 +98,6 @@ class Environment:
         """Number of the last numbered request; None before the first."""
         self._digest = b""
         self._last: Outcome | None = None
-        self._request: EnvRequest | None = None
         self._deadline = 0.0
         setup = {
             "num_envs": [1],
@@ -124,16 +123,13 @@ class Environment:
         """Seconds since its last request."""
         return time.monotonic() - self.last_used
 
-    def touch(self) -> None:
-        self.last_used = time.monotonic()
-
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def begin(self, request: EnvRequest) -> Outcome | None:
         """Send a request to the process, or answer at once a repeated or out-of-order request, or one to an environment that is gone."""
         if self.fate is not None:
             return Outcome.of(self.fate)
-        self.touch()
+        self.last_used = time.monotonic()
         if request.number is not None:
             if request.number == self.number and self._last is not None:
                 if request.digest == self._digest:
@@ -145,18 +141,15 @@ class Environment:
                 message = f"Request number {request.number} comes after number {self.number}; numbers ascend."
                 return Outcome.of(HttpProblem(409, "stale_request", message))
             self.number, self._digest, self._last = request.number, request.digest, None
-        self._request, self._deadline = request, time.monotonic() + self._limits.step_timeout_s
+        self._deadline = time.monotonic() + self._limits.step_timeout_s
         try:
             self._process.request({"operation": request.operation, "arguments": dict(request.arguments)})
         except SimFault as fault:
             return self._failed(fault)
         return None
 
-    def finish(self) -> Outcome:
+    def finish(self, request: EnvRequest) -> Outcome:
         """Wait for the result of `begin`."""
-        request = self._request
-        assert request is not None
-        self._request = None
         try:
             left_s = max(self._deadline - time.monotonic(), 0.01)
             outcome = self._process.receive(left_s, request.operation, lambda message, body: Outcome(int(message["status"]), body))
@@ -165,7 +158,7 @@ class Environment:
         self.num_steps = 0 if request.operation == "reset" else self.num_steps + (request.operation == "step" and outcome.status == 200)
         if request.number is not None:
             self._last = outcome
-        self.touch()
+        self.last_used = time.monotonic()
         return outcome
 
     def _failed(self, fault: SimFault) -> Outcome:
@@ -377,7 +370,7 @@ class Hub:
             for environment in made:
                 environment.started()
             for environment in made:
-                environment.touch()  # the first ones waited for the last
+                environment.last_used = time.monotonic()  # the first ones waited for the last
             with self._lock:
                 self._require_open()  # `close` ends those that are here, and no later ones
                 self._environments.update({environment.env_id: environment for environment in made})
@@ -437,7 +430,7 @@ class Hub:
                 else:
                     outcomes[request.env_id] = outcome
             for request, environment in waiting:
-                outcomes[request.env_id] = environment.finish()
+                outcomes[request.env_id] = environment.finish(request)
         for _, environment in found:
             if environment.fate is not None:
                 self._bury(environment)

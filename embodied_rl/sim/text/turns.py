@@ -42,7 +42,7 @@ class TextGame(ABC):
     max_turns: int | None = None
     """Most turns of an episode by the game's own rules; None: unknown."""
     instruction: str | None = None
-    """Task in words for an agent's prompt."""
+    """The task, for an agent's prompt."""
 
     @abstractmethod
     def reset(self, seed: int) -> str:
@@ -108,7 +108,7 @@ class TextSim(SimEnv):
         self._games: list[TextGame] = []
         try:
             for env_id in range(num_envs):
-                with self._alone(env_id, 0):
+                with self._private(env_id, 0):
                     self._games.append(make())
         except BaseException:
             self.close()
@@ -127,14 +127,14 @@ class TextSim(SimEnv):
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         for env_id, seed in zip(env_ids, seeds, strict=True):
-            with self._alone(env_id, int(seed) % 2**32):
+            with self._private(env_id, int(seed) % 2**32):
                 text = self._games[env_id].reset(int(seed))
             self._turns[env_id] = 0
             self._show(env_id, text, out)
 
     def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
         for env_id, action in zip(env_ids, actions, strict=True):
-            with self._alone(env_id):
+            with self._private(env_id):
                 turn = self._games[env_id].step(str(action))
             self._turns[env_id] += 1
             late = self._limit is not None and self._turns[env_id] >= self._limit
@@ -154,7 +154,7 @@ class TextSim(SimEnv):
             game.close()
         self._games = []
 
-    def _alone(self, env_id: int, seed: int | None = None) -> AbstractContextManager[None]:
+    def _private(self, env_id: int, seed: int | None = None) -> AbstractContextManager[None]:
         random = self._random[env_id]
         return nullcontext() if random is None else random.active(seed)
 
@@ -172,7 +172,7 @@ class TextSim(SimEnv):
         if self.spec.snapshots != "exact":
             super()._take_up(env_id, saved)
         self._turns[env_id] = saved["steps"] if self._limit is not None else 0
-        with self._alone(env_id, 0):
+        with self._private(env_id, 0):
             self._games[env_id].set_state(saved)
         if (random := self._random[env_id]) is not None:
             random.state = saved["random"]
