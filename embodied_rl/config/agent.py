@@ -21,7 +21,7 @@ from embodied_rl.bounds import (
     Temperature,
     Tokens,
 )
-from embodied_rl.config.building import Config, convert, require
+from embodied_rl.config.building import Checks, Config, convert
 
 TEMPLATE_FIELDS = ("observation", "instruction", "step", "memory", "summary")
 MEMORY_FIELDS = ("observation", "action", "step")
@@ -54,19 +54,18 @@ class ToolsConfig(Config, place="agent.tool_options"):
     mcp: tuple[dict[str, Any], ...] = ()
     """mcp: servers to start, each ``{command: [program, arguments], env: {NAME: value}, timeout_s: 30}``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         for number, server in enumerate(self.mcp):
-            where = f"agent.tool_options.mcp[{number}]"
+            where = f"mcp[{number}]"
             known = isinstance(server, Mapping) and set(server) <= {"command", "env", "timeout_s"}
-            require(known, where, "a mapping of command, env and timeout_s", server)
+            yield known, where, "a mapping of command, env and timeout_s", server
             command = server.get("command")
             is_list = isinstance(command, (list, tuple)) and len(command) > 0 and all(isinstance(word, str) for word in command)
-            require(is_list, f"{where}.command", "a list of words: the program and its arguments", command)
+            yield is_list, f"{where}.command", "a list of words: the program and its arguments", command
             env = server.get("env") or {}
             is_env = isinstance(env, Mapping) and all(isinstance(value, str) for value in env.values())
-            require(is_env, f"{where}.env", "a mapping of names to texts", env)
-            convert(Seconds, server.get("timeout_s", 30.0), f"{where}.timeout_s")
+            yield is_env, f"{where}.env", "a mapping of names to texts", env
+            convert(Seconds, server.get("timeout_s", 30.0), self._key(f"{where}.timeout_s"))
 
 
 @dataclass(frozen=True)
@@ -119,17 +118,16 @@ class AgentConfig(Config, place="agent"):
     """Tools that an answer may call before it acts (docs/agent_tools.md); mcp: the tools of `tool_options.mcp`'s servers."""
     tool_options: ToolsConfig = field(default_factory=ToolsConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(set(self.tools)) == len(self.tools), "agent.tools", "different names", self.tools)
+    def checks(self) -> Checks:
+        yield len(set(self.tools)) == len(self.tools), "tools", "different names", self.tools
         options = self.tool_options
         same = self.strategy == "summarised" and self.answer == "tag" and self.tag.lower() == self.summary_tag.lower()
-        require(not same, "agent.summary_tag", "another tag than agent.tag, which is around actions", self.summary_tag)
-        require("search" not in self.tools or options.corpus is not None, "agent.tool_options.corpus", "given for tools=[search]", None)
-        require("mcp" not in self.tools or len(options.mcp) > 0, "agent.tool_options.mcp", "given for tools=[mcp]", options.mcp)
-        require(len({word.lower() for word in self.actions}) == len(self.actions), "agent.actions", "different words", self.actions)
+        yield not same, "summary_tag", "another tag than agent.tag, which is around actions", self.summary_tag
+        yield "search" not in self.tools or options.corpus is not None, "tool_options.corpus", "given for tools=[search]", None
+        yield "mcp" not in self.tools or len(options.mcp) > 0, "tool_options.mcp", "given for tools=[mcp]", options.mcp
+        yield len({word.lower() for word in self.actions}) == len(self.actions), "actions", "different words", self.actions
         for name, fields in (("system", ("instruction",)), ("template", TEMPLATE_FIELDS), ("memory_item", MEMORY_FIELDS)):
-            _check_template(f"agent.{name}", vars(self)[name], fields)
+            yield from _of_template(name, vars(self)[name], fields)
 
 
 @dataclass(frozen=True)
@@ -152,13 +150,12 @@ class WarmStartConfig(Config, place="algorithm.warm_start"):
     """Held-out episodes to measure success, before and after."""
 
 
-def _check_template(where: str, text: str, fields: tuple[str, ...]) -> None:
+def _of_template(key: str, text: str, fields: tuple[str, ...]) -> Checks:
     try:
         named = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
         if named <= set(fields):  # their forms fit too: not {step:s}
             text.format_map({name: 1 if name == "step" else "" for name in fields})
     except (ValueError, LookupError, AttributeError) as error:
-        require(False, where, f"a template (double the braces that are meant as such: {error})", text)
-        return
-    allowed = ", ".join(f"{{{field}}}" for field in fields)
-    require(named <= set(fields), where, f"a template of {allowed}", text)
+        yield False, key, f"a template (double the braces that are meant as such: {error})", text
+    else:
+        yield named <= set(fields), key, f"a template of {', '.join(f'{{{field}}}' for field in fields)}", text

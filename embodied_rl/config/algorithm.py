@@ -27,7 +27,7 @@ from embodied_rl.bounds import (
     Steps,
 )
 from embodied_rl.config.agent import WarmStartConfig
-from embodied_rl.config.building import Config, require
+from embodied_rl.config.building import Checks, Config
 from embodied_rl.errors import UserError
 
 
@@ -51,9 +51,8 @@ class RecordedConfig(Config, place="algorithm.recorded"):
     expert_randomness: tuple[Share, ...] = (0.0,)
     """Share of steps with a random action instead of the expert's; the expert's episodes take these values in turn."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.expert_randomness) > 0, "algorithm.recorded.expert_randomness", "at least one share", [])
+    def checks(self) -> Checks:
+        yield len(self.expert_randomness) > 0, "expert_randomness", "at least one share", []
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,8 @@ class OffPolicyConfig(Config, place="algorithm.off_policy"):
     min_log_std: LogStd = -5.0
     """Smallest log standard deviation of the policy."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rule, given = f"<= num_critics ({self.num_critics})", self.target_critics
-        require(given <= self.num_critics, "algorithm.off_policy.target_critics", rule, given)
+    def checks(self) -> Checks:
+        yield self.target_critics <= self.num_critics, "target_critics", f"<= num_critics ({self.num_critics})", self.target_critics
 
 
 @dataclass(frozen=True)
@@ -201,11 +198,10 @@ class RewardConfig(Config, place="algorithm.reward"):
     group_by: str = "number"
     """Dotted key of the groups for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         most, buffer = self.overlong_tokens, self.overlong_buffer
-        require(most is not None or not self.overlong_penalty, "algorithm.reward.overlong_tokens", "given for overlong_penalty", most)
-        require(most is None or buffer <= most, "algorithm.reward.overlong_buffer", f"<= overlong_tokens ({most})", buffer)
+        yield most is not None or not self.overlong_penalty, "overlong_tokens", "given for overlong_penalty", most
+        yield most is None or buffer <= most, "overlong_buffer", f"<= overlong_tokens ({most})", buffer
 
 
 @dataclass(frozen=True)
@@ -234,12 +230,9 @@ class CorrectionConfig(Config, place="algorithm.correction"):
     def enabled(self) -> bool:
         return self.mode != "none" or self.reject is not None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.low <= self.high, "algorithm.correction.low", f"<= algorithm.correction.high ({self.high:g})", self.low)
-        require(
-            not self.batch_normalise or self.mode != "none", "algorithm.correction.mode", "clamp or mask for batch_normalise", self.mode
-        )
+    def checks(self) -> Checks:
+        yield self.low <= self.high, "low", f"<= algorithm.correction.high ({self.high:g})", self.low
+        yield not self.batch_normalise or self.mode != "none", "mode", "clamp or mask for batch_normalise", self.mode
 
 
 @dataclass(frozen=True)
@@ -292,11 +285,10 @@ class InitializedConfig(Config, place="algorithm.initialized"):
     success_return: Score | None = None
     """Return of a whole episode that counts as success; null: the simulator reports success."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.sources) > 0, "algorithm.initialized.sources", "some of expert, success, best", self.sources)
+    def checks(self) -> Checks:
+        yield len(self.sources) > 0, "sources", "some of expert, success, best", self.sources
         needs_expert = "expert" in self.sources and self.share > 0
-        require(not needs_expert or self.expert is not None, "algorithm.initialized.expert", "given for sources=[expert]", self.expert)
+        yield not needs_expert or self.expert is not None, "expert", "given for sources=[expert]", self.expert
 
 
 @dataclass(frozen=True)
@@ -426,11 +418,9 @@ class AlgorithmConfig(Config, place="algorithm"):
         off_policy = self.off_policy
         return self.cloning is not None or (off_policy is not None and (not off_policy.fresh or off_policy.recorded_share > 0))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        named = {"groups": self.groups, "cloning": self.cloning, "off_policy": self.off_policy}
-        ways = [name for name, given in named.items() if given is not None]
-        require(len(ways) <= 1, "algorithm", "one of groups, cloning and off_policy, the others null", ways)
+    def checks(self) -> Checks:
+        ways = [name for name in ("groups", "cloning", "off_policy") if vars(self)[name] is not None]
+        yield len(ways) <= 1, "", "one of groups, cloning and off_policy, the others null", ways
 
 
 def _preset(data: Mapping[str, Any]) -> dict[str, Any]:

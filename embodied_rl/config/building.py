@@ -18,6 +18,10 @@ Built = TypeVar("Built")
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
+Checks = Iterator[tuple[bool, str, str, object]]
+"""(whether it holds, the key, what its value must be, its value); the empty key is that of the whole part."""
+
+
 def require(condition: bool, where: str, rule: str, got: object) -> None:
     if not condition:
         raise UserError(f"{where} must be {rule}, got {shown(got)}.")
@@ -37,7 +41,16 @@ class Config:
     def __post_init__(self) -> None:
         cls: type = type(self)
         for name, hint in _bounded(cls).items():
-            convert(hint, vars(self)[name], f"{self._place}.{name}" if self._place else name)
+            convert(hint, vars(self)[name], self._key(name))
+        for holds, name, rule, got in self.checks():
+            require(holds, self._key(name), rule, got)
+
+    def checks(self) -> Checks:
+        """What must hold beside the types and bounds of the fields, in this order. May raise UserError itself."""
+        return iter(())
+
+    def _key(self, name: str) -> str:
+        return ".".join(filter(None, (self._place, name)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

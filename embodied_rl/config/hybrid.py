@@ -22,7 +22,7 @@ from embodied_rl.bounds import (
     Staleness,
     Units,
 )
-from embodied_rl.config.building import Config, require
+from embodied_rl.config.building import Checks, Config
 from embodied_rl.errors import UserError
 from embodied_rl.reading import parse_yaml, read_regular
 
@@ -59,9 +59,8 @@ class ClusterConfig(Config, place="cluster"):
     nodes: tuple[NodesConfig, ...]
     name: str = "cluster"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.nodes) >= 1, "cluster.nodes", "a list of at least one entry", list(self.nodes))
+    def checks(self) -> Checks:
+        yield len(self.nodes) >= 1, "nodes", "a list of at least one entry", list(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,8 @@ class PlacementConfig(Config, place="hybrid.placement"):
     roles: dict[str, Any] = field(default_factory=dict)
     """For kind explicit: {env, generation, reward, train: devices such as ["0/gpu:0-3", "1/cpu", "*/gpu:*"]}; reward is optional."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            bool(self.roles) == (self.kind == "explicit"), "hybrid.placement.roles", "given for kind=explicit, and only there", self.roles
-        )
+    def checks(self) -> Checks:
+        yield bool(self.roles) == (self.kind == "explicit"), "roles", "given for kind=explicit, and only there", self.roles
 
     @classmethod
     def from_value(cls, value: object, where: str | None = None) -> Self:
@@ -113,9 +109,8 @@ class SpreadConfig(Config):
     most: Positive | None = None
     """Upper limit of the values; null: none."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.most is None or self.most >= self.median, "most", f">= median ({self.median:g}) or null", self.most)
+    def checks(self) -> Checks:
+        yield self.most is None or self.most >= self.median, "most", f">= median ({self.median:g}) or null", self.most
 
 
 @dataclass(frozen=True)
@@ -125,9 +120,8 @@ class BatchTimeConfig(Config):
     base_s: Coefficient
     per_row_s: Coefficient = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.base_s + self.per_row_s > 0, "base_s + per_row_s", "> 0", 0.0)
+    def checks(self) -> Checks:
+        yield self.base_s + self.per_row_s > 0, "base_s + per_row_s", "> 0", 0.0
 
     def of(self, rows: float) -> float:
         """Seconds of `rows` rows."""
@@ -182,22 +176,11 @@ class WorkloadConfig(Config, place="workload"):
     max_staleness: Staleness = 0
     """Versions that an episode may be behind if generation and training run at the same time."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = (self.rollout_steps > 0) + (self.episodes_per_iteration > 0)
-        require(
-            given == 1,
-            "workload",
-            "given either rollout_steps or episodes_per_iteration",
-            (self.rollout_steps, self.episodes_per_iteration),
-        )
-        require(
-            self.episodes_per_iteration % self.group_size == 0,
-            "workload.episodes_per_iteration",
-            f"a multiple of group_size ({self.group_size})",
-            self.episodes_per_iteration,
-        )
-        require(self.simulator == "cpu" or self.step_batch is not None, "workload.step_batch", "given for simulator=gpu", None)
+    def checks(self) -> Checks:
+        steps, episodes = self.rollout_steps, self.episodes_per_iteration
+        yield (steps > 0) != (episodes > 0), "", "given either rollout_steps or episodes_per_iteration", (steps, episodes)
+        yield episodes % self.group_size == 0, "episodes_per_iteration", f"a multiple of group_size ({self.group_size})", episodes
+        yield self.simulator == "cpu" or self.step_batch is not None, "step_batch", "given for simulator=gpu", None
 
 
 def load_yaml(path: Path, what: str) -> dict[str, Any]:
@@ -299,9 +282,8 @@ class RewardWorkerConfig(Config, place="hybrid.reward_worker"):
     timeout_s: Seconds = 120.0
     """Longest scoring of an episode; then it counts as failed and starts again while retries last."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(":" in self.target, "hybrid.reward_worker.target", "of the form package.module:name", self.target)
+    def checks(self) -> Checks:
+        yield ":" in self.target, "target", "of the form package.module:name", self.target
 
 
 @dataclass(frozen=True)
@@ -342,16 +324,11 @@ class HybridConfig(Config, place="hybrid"):
         """Threads of one rank's learner; None: one per core."""
         return self.num_threads if self.sharding is None else self.num_threads or 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(set(self.offload)) == len(self.offload), "hybrid.offload", "without repetition", self.offload)
-        require(
-            "parameters" not in self.offload or self.sharding is not None,
-            "hybrid.sharding",
-            "set where hybrid.offload names parameters: without it, the policy that generates is the one that is trained",
-            self.sharding,
-        )
+    def checks(self) -> Checks:
+        yield len(set(self.offload)) == len(self.offload), "offload", "without repetition", self.offload
+        rule = "set where hybrid.offload names parameters: without it, the policy that generates is the one that is trained"
+        yield "parameters" not in self.offload or self.sharding is not None, "sharding", rule, self.sharding
         fits = self.sharding is None or self.precision == "float32"
-        require(fits, "hybrid.precision", "float32 with hybrid.sharding, which has its own precision", self.precision)
+        yield fits, "precision", "float32 with hybrid.sharding, which has its own precision", self.precision
         on_cpu = self.sharding is not None and self.sharding.cpu_offload and self.device == "cpu"
-        require(not on_cpu, "hybrid.sharding.cpu_offload", "false with hybrid.device=cpu: everything lies there already", True)
+        yield not on_cpu, "sharding.cpu_offload", "false with hybrid.device=cpu: everything lies there already", True

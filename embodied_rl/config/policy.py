@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 from embodied_rl.bounds import Bounds, Chunk, Layers, LogStd, LoraRank, Positive, PositiveTemperature, Size, Tokens
-from embodied_rl.config.building import Config, require
+from embodied_rl.config.building import Checks, Config
 from embodied_rl.errors import UserError, require_known
 
 
@@ -65,10 +65,9 @@ class TinyVLAConfig(PolicyOptions):
     """Pixels by which images are randomly shifted while the policy is cloned, at most: right if actions depend on the relative positions of
     things."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.width % self.num_heads == 0, "policy.num_heads", f"a divisor of policy.width ({self.width})", self.num_heads)
-        check_instruction(self.instruction)
+    def checks(self) -> Checks:
+        yield self.width % self.num_heads == 0, "num_heads", f"a divisor of policy.width ({self.width})", self.num_heads
+        yield from _of_instruction(self.instruction)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -103,10 +102,9 @@ class VLAOptions(PolicyOptions):
     generation: Literal["eager", "compile", "cuda_graph"] = "eager"
     """Computation of tokens: step by step, compiled, or replayed as a CUDA graph."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
-        check_instruction(self.instruction)
+    def checks(self) -> Checks:
+        yield len(self.cameras) >= 1, "cameras", "at least one image of the observation", self.cameras
+        yield from _of_instruction(self.instruction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +134,11 @@ class OpenVLAPolicyConfig(VLAOptions):
     gradient_checkpointing: bool = False
     """Compute the language model's layers again in the backward pass instead of storing their activations."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
-        require(len(self.vision) in (0, 2), "policy.vision", "the shapes of two vision transformers", self.vision)
-        require(len(self.lora_targets) >= 1, "policy.lora_targets", "at least one name", self.lora_targets)
+    def checks(self) -> Checks:
+        yield from super().checks()
+        yield bool(self.path.strip()), "path", "a checkpoint's folder", self.path
+        yield len(self.vision) in (0, 2), "vision", "the shapes of two vision transformers", self.vision
+        yield len(self.lora_targets) >= 1, "lora_targets", "at least one name", self.lora_targets
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -167,8 +165,8 @@ class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
     """Sequence that the model was trained on: with </s> after the actions, or without."""
 
 
-def check_instruction(instruction: str | None) -> None:
-    require(instruction is None or bool(instruction.strip()), "policy.instruction", "null or words", instruction)
+def _of_instruction(instruction: str | None) -> Checks:
+    yield instruction is None or bool(instruction.strip()), "instruction", "null or words", instruction
 
 
 Method = Literal["flow_sde", "flow_noise", "dppo"]
@@ -192,10 +190,9 @@ class FlowOptions(PolicyOptions):
     std_floor: Positive = 0.1
     """dppo: least deviation, so that late steps explore and ratios stay bounded (DPPO, Ren et al. 2024)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         require_known(self.method, get_args(Method), f"policy.method={self.method!r} is not a choice.")
-        require(self.min_std <= self.max_std, "policy.min_std", f"<= policy.max_std ({self.max_std})", self.min_std)
+        yield self.min_std <= self.max_std, "min_std", f"<= policy.max_std ({self.max_std})", self.min_std
 
 
 @dataclass(frozen=True)
@@ -229,11 +226,11 @@ class FlowPolicyConfig(FlowOptions):
     name: Literal["flow"] = "flow"
     """The kind of policy."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
+        yield from super().checks()
         if self.state_key is None and self.image_key is None:
             raise UserError("A flow policy needs policy.state_key or policy.image_key: it would see nothing.")
-        require(self.time_features % 2 == 0, "policy.time_features", "even", self.time_features)
+        yield self.time_features % 2 == 0, "time_features", "even", self.time_features
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -257,10 +254,10 @@ class PI0Options(Config, place="policy"):
     prompt_tokens: Tokens | None = None
     """Length to which all instructions are padded, so that one batch holds different ones; null: the longest's."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
-        check_instruction(self.instruction)
+    def checks(self) -> Checks:
+        yield from super().checks()  # of the next base of a class with several
+        yield len(self.cameras) >= 1, "cameras", "at least one image of the observation", self.cameras
+        yield from _of_instruction(self.instruction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +277,9 @@ class PI0PolicyConfig(PI0Options, FlowOptions):
     freeze_vlm: bool = False
     """Train only the action expert; freeze the vision-language model."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
+    def checks(self) -> Checks:
+        yield from super().checks()
+        yield bool(self.path.strip()), "path", "a checkpoint's folder", self.path
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -349,9 +346,8 @@ class LanguageConfig(PolicyOptions):
     def reads(self) -> tuple[str, ...]:
         return ("text", *self.images)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(len(self.lora_targets) >= 1, "policy.lora_targets", "at least one name", self.lora_targets)
+    def checks(self) -> Checks:
+        yield len(self.lora_targets) >= 1, "lora_targets", "at least one name", self.lora_targets
 
 
 @dataclass(frozen=True)
@@ -387,15 +383,13 @@ class PolicyConfig(PolicyOptions):
     cnn_strides: tuple[Size, ...] = (4, 2, 1)
     """Step of each convolution, in pixels."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         fits = self.encoder == "mixed" or not self.observation_keys
-        require(fits, "policy.observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys)
+        yield fits, "observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys
         scaled = self.encoder == "cnn" and self.normalize_observation
-        require(not scaled, "policy.normalize_observation", "false for policy.encoder=cnn: images are always scaled to [-0.5, 0.5]", True)
-        for name in ("cnn_kernels", "cnn_strides"):
-            sizes = vars(self)[name]
-            require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)
+        yield not scaled, "normalize_observation", "false for policy.encoder=cnn: images are always scaled to [-0.5, 0.5]", True
+        for name, sizes in (("cnn_kernels", self.cnn_kernels), ("cnn_strides", self.cnn_strides)):
+            yield len(sizes) == len(self.cnn_channels), name, f"as many as policy.cnn_channels {self.cnn_channels}", sizes
 
     @property
     def reads(self) -> tuple[str, ...]:

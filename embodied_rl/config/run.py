@@ -33,10 +33,10 @@ from embodied_rl.bounds import (
 )
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.config.algorithm import AlgorithmConfig
-from embodied_rl.config.building import Config, build, require
+from embodied_rl.config.building import Checks, Config, build, require
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.policy import AnyPolicyConfig, LanguageConfig
-from embodied_rl.errors import UserError, did_you_mean, require_known, shown
+from embodied_rl.errors import require_known, shown
 from embodied_rl.registry import installed_targets
 
 
@@ -87,11 +87,10 @@ class SimConfig(Config, place="sim"):
     spare_workers: Annotated[int, Bounds(0, 65_536)] = 0
     """Workers built ahead, each ready to replace a failed one at once."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         workers, slots = self.fixed_workers, self.num_slots
-        require(workers is None or workers <= slots, "sim.num_workers", f"<= sim.num_slots ({slots})", workers)
-        require(self.num_groups <= slots, "sim.pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups)
+        yield workers is None or workers <= slots, "num_workers", f"<= sim.num_slots ({slots})", workers
+        yield self.num_groups <= slots, "pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups
 
     def with_target(self) -> Self:
         """This configuration. Raises UserError if its target is ???, OmegaConf's mark of a value that the user must give."""
@@ -155,15 +154,14 @@ class DomainConfig(Config, place="domains.…"):
         own = self.algorithm
         return bool(own.get("cloning") or own.get("off_policy")) or ("name" in own and own.get("advantage", "gae") in OF_STEPS)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         nearest = " (choose algorithm=grpo or the like for the run, and for domains of single steps +algorithm@domains.NAME.algorithm=ppo)"
         for key, further in (("groups", nearest), ("max_staleness", "")):
-            require(key not in self.algorithm, "domains.….algorithm", f"without {key}: all domains share the run's{further}", key)
+            yield key not in self.algorithm, "algorithm", f"without {key}: all domains share the run's{further}", key
         if self.policy is None:
             unknown = sorted(set(self.algorithm) - set(CREDIT_KEYS))
             rule = f"some of {', '.join(CREDIT_KEYS)} in a domain that shares the run's policy"
-            require(not unknown, "domains.….algorithm", rule, unknown)
+            yield not unknown, "algorithm", rule, unknown
 
 
 @dataclass(frozen=True)
@@ -193,11 +191,9 @@ class PlayerConfig(Config, place="generation.mix.…"):
     timeout_s: Seconds = 60.0
     """openai: timeout of one attempt."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.backend == "openai":
-            require(self.base_url is not None, "generation.mix.….base_url", "given for backend=openai", self.base_url)
-            require(self.model is not None, "generation.mix.….model", "given for backend=openai", self.model)
+    def checks(self) -> Checks:
+        for name, given in (("base_url", self.base_url), ("model", self.model)):
+            yield self.backend != "openai" or given is not None, name, "given for backend=openai", given
 
     @property
     def is_policy(self) -> bool:
@@ -231,12 +227,11 @@ class GenerationConfig(Config, place="generation"):
     mix: dict[str, PlayerConfig] = field(default_factory=dict)
     """{name: another player of a share of the groups}, with separate metrics (language agents)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         shares = sum(player.share for player in self.mix.values())
-        require(shares < 1, "generation.mix", "of shares that leave something to the run's own backend (their sum < 1)", shares)
+        yield shares < 1, "mix", "of shares that leave something to the run's own backend (their sum < 1)", shares
         for name in self.mix:
-            require(name.isidentifier(), "generation.mix", "of names made of letters, digits and _", name)
+            yield name.isidentifier(), "mix", "of names made of letters, digits and _", name
 
 
 @dataclass(frozen=True)
@@ -305,15 +300,14 @@ class LoggerConfig(Config, place="logger"):
     wandb_mode: Literal["online", "offline"] = "offline"
     """Send to Weights & Biases during the run, or keep files for `wandb sync`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checks(self) -> Checks:
         known = ("console", "jsonl", "tensorboard", "wandb", "plot", "mlflow", "trackio", *installed_targets("loggers"))
         for index, name in enumerate(self.names):
-            if ":" not in name and name not in known:
-                raise UserError(f"logger.names[{index}]={shown(name)} is not a choice.{did_you_mean(name, known)}")
+            require_known(name, known if ":" not in name else (name,), f"logger.names[{index}]={shown(name)} is not a choice.")
         short = [name.rpartition(":")[2] for name in self.names]
         for name in self.options:
             require_known(name, short, f"logger.options.{name}: logger.names does not contain this logger.")
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -355,11 +349,10 @@ class TrainConfig(Config):
     trust: tuple[str, ...] = ()
     """Code that the checkpoint of `resume` may name beside registered code: package.module:Attribute, or a list (docs/trust.md)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.run_dir.strip()), "run_dir", "a folder", self.run_dir)
+    def checks(self) -> Checks:
+        yield bool(self.run_dir.strip()), "run_dir", "a folder", self.run_dir
         longest = max(self.run_dir.split("/"), key=len)
-        require(len(longest.encode()) <= 255, "run_dir", "a folder whose names have at most 255 bytes each", longest)
+        yield len(longest.encode()) <= 255, "run_dir", "a folder whose names have at most 255 bytes each", longest
         self.sim.with_target()
         # Check each domain's overrides now, not only when its method is built.
         for name in self.domains:
