@@ -249,7 +249,7 @@ ON_GPUS = (
         "too_few_gpus",
         2,
         f"{CARTPOLE} hybrid=fsdp2 hybrid.placement=disaggregated",
-        "a GPU for the player and one for each of 2 training ranks",
+        "a GPU for each player (1) and one for each of 2 training ranks",
     ),
     ("", 1, f"{CARTPOLE} {APART}", "needs at least 2 GPUs, and 'this machine' has 1"),
 )

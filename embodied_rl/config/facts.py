@@ -176,11 +176,6 @@ class Run:
         return self.on_ray or bool(self.devices.players)
 
     @property
-    def plays_rollouts(self) -> bool:
-        """Whether any domain plays rollouts, beside any groups."""
-        return any(own.plays and own.groups is None for own in self.config.algorithms.values())
-
-    @property
     def max_staleness(self) -> int:
         return self.algorithm.max_staleness if self.groups is None else self.groups.max_staleness
 
@@ -189,19 +184,11 @@ class Run:
         return "algorithm.max_staleness" if self.groups is None else "algorithm.groups.max_staleness"
 
     @property
-    def player(self) -> str:
-        return "the player" if self.hybrid.players == 1 else "each player"
-
-    @property
     def most_players(self) -> int:
         """Most players at once, as configured where allowed; none of a multiplexed run's hosts plays separately."""
         if self.on_ray:
             return 1 if self.kind == "multiplexed" else self.hybrid.players
         return max(len(self.devices.players), 1)
-
-    @property
-    def most_ranks(self) -> int:
-        return max(self.num_gpus - self.hybrid.players, 1)
 
     @property
     def scarcest(self) -> tuple[str, int, str]:
@@ -215,29 +202,12 @@ class Run:
         return min(found, key=lambda one: one[1])
 
     @property
-    def ray_gpus(self) -> float:
-        return self.hybrid.ray.gpus.train
-
-    @property
-    def ray_gpus_of_hosts(self) -> float:
-        return self.hybrid.ray.gpus.generation
-
-    @property
-    def half_gpus(self) -> float:
-        return 0.5 * self.ranks
-
-    @property
-    def nearest_gpus(self) -> float:
-        return max(self.ray_gpus // self.ranks, 1) * self.ranks
-
-    @property
-    def trains_on_gpu(self) -> bool:
-        return self.ray_gpus > 0 if self.on_ray else self.devices.ranks[0] is not None
-
-    @property
-    def no_gpu(self) -> str:
+    def why_no_gpu(self) -> str | None:
+        """What makes training run on a processor; None: it runs on a GPU."""
         if self.on_ray:
-            return "hybrid.ray.gpus.train=0"
+            return None if self.hybrid.ray.gpus.train > 0 else "hybrid.ray.gpus.train=0"
+        if self.devices.ranks[0] is not None:
+            return None
         return "hybrid.placement.roles.train" if self.machine.gpus else "hybrid.device=auto finds no GPU"
 
     # ---- domains ----------------------------------------------------------------------------------------------------
@@ -259,11 +229,6 @@ class Run:
         return self.config.decisions_per_iteration + self.beside
 
     @property
-    def texts(self) -> list[str]:
-        """Domains of language policies."""
-        return [name for name in self.config.domains if self.config.speaks_in(name)]
-
-    @property
     def played(self) -> list[str]:
         """Domains that players of `generation.mix` can play: not agent programs, which talk to the policy that learns from them."""
-        return [name for name in self.texts if not is_program(self.config.domains[name].sim)]
+        return [name for name, one in self.config.domains.items() if self.config.speaks_in(name) and not is_program(one.sim)]

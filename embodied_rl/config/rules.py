@@ -16,7 +16,7 @@ from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import policy as policies
 from embodied_rl.config.agent import AgentConfig
-from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
+from embodied_rl.config.algorithm import RewardConfig
 from embodied_rl.config.facts import Run
 from embodied_rl.config.hybrid import RayConfig
 from embodied_rl.config.run import LANGUAGE, OF_STEPS, SHARED, DomainConfig, SimConfig, TrainConfig
@@ -49,20 +49,15 @@ class Rule:
         return self.says.format(run=run, found=found, **parts)
 
 
-def _without_groups(when: Condition) -> Condition:
-    return lambda run: run.groups is None and when(run)
-
-
-def _with_groups(when: Callable[[Run, GroupsConfig], Any]) -> Condition:
-    return lambda run: run.groups is not None and when(run, run.groups)
-
-
 # ---- for each task: a domain, or the run itself ------------------------------------------------------------------------
 
-_FIXED_ROLLOUTS = (
+OF_TASKS = (
+    # fixed rollouts
     Rule(
         "rollouts_of_steps",
-        _without_groups(lambda run: run.advantage.name not in OF_STEPS and not (run.advantage.own and run.advantage.returns_value_target)),
+        lambda run: (
+            run.groups is None and run.advantage.name not in OF_STEPS and not (run.advantage.own and run.advantage.returns_value_target)
+        ),
         "algorithm.advantage='{algorithm.advantage}' needs whole episodes, and algorithm.groups is null: choose a method with groups "
         "(algorithm=grpo, for example), or set algorithm.advantage=gae.",
     ),
@@ -74,21 +69,21 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "rollout_loss",
-        _without_groups(lambda run: run.why_episodes),
+        lambda run: run.groups is None and run.why_episodes,
         "algorithm.loss='{algorithm.loss}' needs whole episodes ({found}): set algorithm.groups, or choose a loss of single "
         "decisions (ppo_clip, cispo or your own).",
     ),
     Rule(
         "old_without_ratio",
-        _without_groups(
-            lambda run: "old_log_prob" not in run.loss.inputs and (run.algorithm.max_staleness or run.algorithm.num_epochs > 1)
+        lambda run: (
+            run.groups is None and "old_log_prob" not in run.loss.inputs and (run.algorithm.max_staleness or run.algorithm.num_epochs > 1)
         ),
         "algorithm.loss='{algorithm.loss}' has no ratio, so it cannot correct for decisions of older weights: set algorithm.num_epochs=1 "
         "and algorithm.max_staleness=0, or choose algorithm.loss=ppo_clip or cispo.",
     ),
     Rule(
         "weighed_normalisation",
-        _without_groups(lambda run: run.algorithm.correction.enabled and run.algorithm.normalize_advantage == "minibatch"),
+        lambda run: run.groups is None and run.algorithm.correction.enabled and run.algorithm.normalize_advantage == "minibatch",
         "algorithm.correction multiplies the advantages by weights once per update, and algorithm.normalize_advantage=minibatch would "
         "cancel the weights: set algorithm.normalize_advantage=batch.",
     ),
@@ -103,14 +98,14 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "rollout_reward",
-        _without_groups(lambda run: run.shapes_returns),
+        lambda run: run.groups is None and run.shapes_returns,
         "algorithm.reward.mean, .std, .group_by, .truncated and .overlong_* need whole episodes, and algorithm={algorithm.name} learns "
         "from fixed rollouts or stored steps: set algorithm.groups, or use algorithm.normalize_reward, algorithm.reward.clip, .scale or "
         ".length_penalty, which need only single steps.",
     ),
     Rule(
         "initialized_ahead",
-        _without_groups(lambda run: run.algorithm.initialized.share > 0 and run.algorithm.max_staleness),
+        lambda run: run.groups is None and run.algorithm.initialized.share > 0 and run.algorithm.max_staleness,
         "algorithm.initialized chooses starts by the results of earlier episodes. With algorithm.max_staleness={algorithm.max_staleness} "
         "these are learned from while the next rollouts are played, so the clock would choose: set algorithm.max_staleness=0, or "
         "algorithm.groups.",
@@ -122,41 +117,39 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "minibatch_of_a_rollout",
-        _without_groups(lambda run: run.algorithm.on_policy and run.algorithm.minibatch_size > run.num_decisions),
+        lambda run: run.groups is None and run.algorithm.on_policy and run.algorithm.minibatch_size > run.num_decisions,
         "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps ({run.num_decisions}), got "
         "{algorithm.minibatch_size}.",
     ),
-)
-
-_WHOLE_EPISODES = (
+    # whole episodes
     Rule(
         "rollout_staleness",
-        _with_groups(lambda run, groups: run.algorithm.max_staleness),
+        lambda run: run.groups is not None and run.algorithm.max_staleness,
         "algorithm.max_staleness={algorithm.max_staleness} contradicts algorithm.groups.max_staleness={run.groups.max_staleness}: set "
         "only one of them.",
     ),
     Rule(
         "critic_warmup",
-        _with_groups(lambda run, groups: run.algorithm.critic_warmup and not run.advantage.returns_value_target),
+        lambda run: run.groups is not None and run.algorithm.critic_warmup and not run.advantage.returns_value_target,
         "algorithm.critic_warmup={algorithm.critic_warmup} trains only the critic at first, and "
         "algorithm.advantage='{algorithm.advantage}' has no critic: set algorithm.critic_warmup=0, or choose a method with a critic "
         "(algorithm=ppo_episodes).",
     ),
     Rule(
         "group_of_one",
-        _with_groups(lambda run, groups: run.advantage.needs & {"groups", "greedy_baseline"} and groups.group_size < 2),
+        lambda run: run.groups is not None and run.advantage.needs & {"groups", "greedy_baseline"} and run.groups.group_size < 2,
         "algorithm.advantage='{algorithm.advantage}' compares the episodes of a group, and algorithm.groups.group_size is "
         "{algorithm.groups.group_size}: set it to 2 or more, or choose an advantage without groups (reinforce, gae).",
     ),
     Rule(
         "loss_of_demonstrations",
-        _with_groups(lambda run, groups: "demonstrations" in run.loss.needs),
+        lambda run: run.groups is not None and "demonstrations" in run.loss.needs,
         "algorithm.loss='{algorithm.loss}' learns from demonstrations, and algorithm={algorithm.name} from the policy's own episodes: "
         "choose algorithm=bc or dagger.",
     ),
     Rule(
         "advantage_of_its_own",
-        _with_groups(lambda run, groups: run.loss.name in ("gpg", "ipa") and run.advantage.name != run.loss.name),
+        lambda run: run.groups is not None and run.loss.name in ("gpg", "ipa") and run.advantage.name != run.loss.name,
         "algorithm.loss='{algorithm.loss}' computes with the returns of its own advantage: set algorithm.advantage={algorithm.loss}, not "
         "'{algorithm.advantage}'.",
     ),
@@ -168,7 +161,7 @@ _WHOLE_EPISODES = (
     ),
     Rule(
         "stale_without_ratio",
-        _with_groups(lambda run, groups: groups.max_staleness > 0 and run.loss.name in ("policy_gradient", "gpg")),
+        lambda run: run.groups is not None and run.groups.max_staleness > 0 and run.loss.name in ("policy_gradient", "gpg"),
         "algorithm.loss='{algorithm.loss}' has no ratio, so it cannot correct for episodes of older weights: set "
         "algorithm.groups.max_staleness=0, or choose algorithm.loss=ppo_clip or topr.",
     ),
@@ -178,9 +171,7 @@ _WHOLE_EPISODES = (
         "algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.horizon (the most steps of an episode), and other aggregations do "
         "not use it: got aggregation={algorithm.aggregation} and horizon={algorithm.horizon}.",
     ),
-)
-
-_DIVERGENCE = (
+    # divergence, and updates
     Rule(
         "updates_of_stored",
         lambda run: (
@@ -206,9 +197,7 @@ _DIVERGENCE = (
         lambda run: run.algorithm.kl.target is not None and run.algorithm.kl.coef == 0,
         "algorithm.kl.target multiplies algorithm.kl.coef, which is 0 and would stay 0: set algorithm.kl.coef above 0.",
     ),
-)
-
-_OFF_POLICY = (
+    # off policy
     Rule(
         "unbounded_sac",
         lambda run: (
@@ -249,9 +238,7 @@ _OFF_POLICY = (
         "recording={config.recording[0]} has no effect: algorithm={algorithm.name} learns only from actions that its own policy sampled. "
         "Choose a method that learns from recordings (bc, dagger, iql, awac, rlpd), or clone them first (algorithm.warm_start).",
     ),
-)
-
-_PROGRAMS = (
+    # agent programs
     Rule(
         "program_without_words",
         lambda run: run.of_program and not run.speaks,
@@ -263,9 +250,7 @@ _PROGRAMS = (
         "algorithm.initialized restores saved simulator states, and the state of an agent program cannot be saved: set "
         "algorithm.initialized.share=0.",
     ),
-)
-
-_LANGUAGE_AGENTS = (
+    # language agents
     Rule(
         "agent_without_groups",
         lambda run: run.speaks and run.groups is None,
@@ -298,9 +283,7 @@ _LANGUAGE_AGENTS = (
         "algorithm.initialized restores saved simulator states, and the state of tools (variables, files, calls) cannot be saved: set "
         "agent.tools=[], or algorithm.initialized.share=0.",
     ),
-)
-
-_ROBOTS = (
+    # robots
     Rule(
         "robot_tokens",
         lambda run: not run.speaks and run.config.generation.backend in _TOKENS,
@@ -366,9 +349,7 @@ _ROBOTS = (
         "algorithm.advantage={algorithm.advantage} needs chunks, and policy.name='{policy.name}' has chunks of one step: set "
         "algorithm.advantage=gae.",
     ),
-)
-
-_RANKS = (
+    # ranks
     Rule(
         "no_tensor_plan",
         lambda run: run.tensor_shards > 1 and (run.is_small or isinstance(run.policy, policies.TinyVLAConfig | policies.FlowPolicyConfig)),
@@ -382,8 +363,6 @@ _RANKS = (
         "all of them, which only num_shards can shard: set it to 1, or policy.lora_rank=0.",
     ),
 )
-
-OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS, *_RANKS)
 """Rules for each domain's own configuration, or for the run's if it has no domains."""
 
 # ---- for the whole run -------------------------------------------------------------------------------------------------
@@ -453,15 +432,15 @@ EVALUATION = (
     ),
 )
 
-_RECORDS = (
+OF_RUNS = (*_DOMAINS, *EVALUATION)
+"""Rules for the run, checked before its tasks."""
+
+OF_PLACEMENT = (
     Rule(
         "nothing_recorded",
         lambda run: run.config.record.share > 0 and not run.config.plays,
         "record.share={config.record.share:g}: algorithm={algorithm.name} plays no episodes. Set record.share=0.",
     ),
-)
-
-_CHECKPOINTS = (
     Rule(
         "within_ahead",
         lambda run: (
@@ -471,18 +450,12 @@ _CHECKPOINTS = (
         "clock decides when new weights arrive, and with hosts which slots share a forward pass. Set checkpoint.within_episodes=false; a "
         "resumed run then plays unfinished episodes again from their seeds.",
     ),
-)
-
-_REWARDS = (
     Rule(
         "scored_rollouts",
         lambda run: run.hybrid.reward_worker is not None and run.groups is None,
         "hybrid.reward_worker scores finished episodes, and algorithm={algorithm.name} learns from steps before their episode ends: "
         "choose a method with groups (algorithm=grpo, ppo_episodes, …).",
     ),
-)
-
-_STALENESS = (
     Rule(
         "stale_recordings",
         lambda run: run.algorithm.max_staleness > 0 and not run.config.plays,
@@ -492,14 +465,14 @@ _STALENESS = (
     Rule(
         "stale_in_turns",
         lambda run: (
-            run.max_staleness > 0 and (run.plays_rollouts or run.plays_apart) and {"simulators", "kv_cache"} & set(run.hybrid.offload)
+            run.max_staleness > 0
+            and {"simulators", "kv_cache"} & set(run.hybrid.offload)
+            and (any(own.plays and own.groups is None for own in run.config.algorithms.values()) or run.plays_apart)
         ),
         "{run.staleness_key}={run.max_staleness} plays during training, and hybrid.offload={hybrid.offload} offloads the simulators or "
         "the KV cache then: leave both out of hybrid.offload, or set {run.staleness_key}=0.",
     ),
-)
-
-_HERE = (
+    # placement
     Rule(
         "pipeline_stages",
         lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.num_groups),
@@ -514,30 +487,35 @@ _HERE = (
             and run.machine.gpus
             and bool(run.roles)  # raises if there are fewer than two
             and run.ranks + run.hybrid.players > run.num_gpus
+            and max(run.num_gpus - run.hybrid.players, 1)
         ),
-        "hybrid.placement=disaggregated needs a GPU for {run.player} and one for each of {run.ranks} training ranks, and this machine has "
-        "{run.num_gpus}: use {run.most_ranks} ranks, or hybrid.placement=collocated.",
+        "hybrid.placement=disaggregated needs a GPU for each player ({hybrid.players}) and one for each of {run.ranks} training ranks, and "
+        "this machine has {run.num_gpus}: use {found} ranks, or hybrid.placement=collocated.",
     ),
-)
-
-_APART = (
     Rule(
         "shared_gpus",
         lambda run: (
             run.on_ray
             and run.kind == "multiplexed"
-            and max(run.ray_gpus_of_hosts, run.ray_gpus) > 0
-            and not (min(run.ray_gpus_of_hosts, run.ray_gpus) > 0 and run.ray_gpus_of_hosts + run.ray_gpus / run.ranks <= 1)
+            and (gpus := run.hybrid.ray.gpus).generation + gpus.train > 0
+            and not (gpus.generation > 0 and gpus.train > 0 and gpus.generation + gpus.train / run.ranks <= 1)
+            and 0.5 * run.ranks
         ),
         "hybrid.placement=multiplexed shares a GPU between a host and a training rank, so their parts must add up to at most 1, got "
-        "hybrid.ray.gpus.generation={run.ray_gpus_of_hosts:g} and hybrid.ray.gpus.train={run.ray_gpus:g} for {run.ranks} ranks. Set "
-        "generation=0.5 and train={run.half_gpus:g}.",
+        "hybrid.ray.gpus.generation={hybrid.ray.gpus.generation:g} and hybrid.ray.gpus.train={hybrid.ray.gpus.train:g} for {run.ranks} "
+        "ranks. Set generation=0.5 and train={found:g}.",
     ),
     Rule(
         "divided_gpus",
-        lambda run: run.on_ray and run.hybrid.sharding is not None and run.kind != "multiplexed" and run.ray_gpus % run.ranks,
-        "hybrid.ray.gpus.train={run.ray_gpus:g} cannot be divided evenly among {run.ranks} ranks (hybrid.sharding), which need whole "
-        "GPUs: set hybrid.ray.gpus.train={run.nearest_gpus:g}, or change the number of ranks.",
+        lambda run: (
+            run.on_ray
+            and run.hybrid.sharding is not None
+            and run.kind != "multiplexed"
+            and (gpus := run.hybrid.ray.gpus.train) % run.ranks
+            and max(gpus // run.ranks, 1) * run.ranks
+        ),
+        "hybrid.ray.gpus.train={hybrid.ray.gpus.train:g} cannot be divided evenly among {run.ranks} ranks (hybrid.sharding), which need "
+        "whole GPUs: set hybrid.ray.gpus.train={found:g}, or change the number of ranks.",
     ),
     Rule(
         "recordings_multiplexed",
@@ -551,9 +529,6 @@ _APART = (
         "hybrid.offload={hybrid.offload}: with hybrid.cluster=ray nothing else uses the training devices, so offloading from them gains "
         "nothing: leave parameters, gradients and optimizer out.",
     ),
-)
-
-_PLAYERS = (
     Rule(
         "players_of_one_process",
         lambda run: run.hybrid.players > run.most_players,
@@ -566,9 +541,6 @@ _PLAYERS = (
         "hybrid.players={hybrid.players} is more than {run.scarcest[0]}={run.scarcest[1]}, and each player needs at least one of the "
         "{run.scarcest[2]}: set hybrid.players={run.scarcest[1]}.",
     ),
-)
-
-_WEIGHTS_SENT = (
     Rule(
         "nothing_sent",
         lambda run: run.hybrid.publish != "full" and not run.plays_apart,
@@ -582,10 +554,6 @@ _WEIGHTS_SENT = (
         "openvla), or hybrid.publish=changed.",
     ),
 )
-
-OF_RUNS = (*_DOMAINS, *EVALUATION)
-"""Rules for the run, checked before its tasks."""
-OF_PLACEMENT = (*_RECORDS, *_CHECKPOINTS, *_REWARDS, *_STALENESS, *_HERE, *_APART, *_PLAYERS, *_WEIGHTS_SENT)
 """Rules for the run's playing and training, checked after its tasks."""
 
 RULES = (*OF_RUNS, *OF_TASKS, *OF_PLACEMENT)
@@ -601,9 +569,8 @@ WARNINGS = (
     Rule(
         # One configuration serves a laptop and a machine with GPUs: the run reports settings without effect here.
         "offloaded_to_itself",
-        lambda run: run.hybrid.sharding is not None and run.hybrid.sharding.cpu_offload and not run.trains_on_gpu,
-        "hybrid.sharding.cpu_offload has no effect: training runs on the CPU here ({run.no_gpu}), where all weights are in host memory "
-        "already.",
+        lambda run: run.hybrid.sharding is not None and run.hybrid.sharding.cpu_offload and run.why_no_gpu,
+        "hybrid.sharding.cpu_offload has no effect: training runs on the CPU here ({found}), where all weights are in host memory already.",
     ),
     Rule(
         "other_distribution",
