@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl.commands import doctor, probes
-from embodied_rl.commands.doctor import can_train, run_probe
-from embodied_rl.commands.probes import SIMULATORS, Check, NotHere, Probe, Status, describe_picture
+from embodied_rl.commands import doctor
+from embodied_rl.commands.doctor import SIMULATORS, Check, NotHere, Probe, Status, can_train, describe_picture, run_probe
 from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 
 
@@ -202,11 +201,11 @@ def test_absent_package_is_missing_and_nothing_is_started(monkeypatch: pytest.Mo
 
 
 def test_folder_that_cannot_be_written_stops_training(tmp_path: Path) -> None:
-    check = probes.writable(tmp_path / "absent")
+    check = doctor.writable(tmp_path / "absent")
     assert check.status == "failed"
     assert "run_dir=" in check.fix
     assert not can_train([check])
-    assert can_train([probes.writable(tmp_path)])
+    assert can_train([doctor.writable(tmp_path)])
 
 
 def test_alternatives_need_no_mending_once_one_works() -> None:
@@ -233,7 +232,7 @@ def test_picture_check_rejects_black_and_uniform_pictures() -> None:
 
 
 def placement_rows(root: Path, num_workers: int) -> dict[str, str]:
-    return {check.name: check.detail for check in probes.placement_checks(root, num_workers)}
+    return {check.name: check.detail for check in doctor.placement_checks(root, num_workers)}
 
 
 def test_placement_says_where_each_worker_would_go(tmp_path: Path) -> None:
@@ -259,17 +258,17 @@ def test_placement_of_a_laptop_and_of_what_tells_nothing(tmp_path: Path) -> None
     assert rows["none: workers"] == "3, not pinned: the kernel places them"
     assert rows["spread: node 0"] == "worker 0 on 0, 1 on 1, 2 on 0; memory of node 0"
     assert rows["spread: shared"].startswith("2 of 3 workers share")
-    (check,) = probes.placement_checks(tmp_path / "absent")
+    (check,) = doctor.placement_checks(tmp_path / "absent")
     assert (check.status, check.fix) == ("failed", "sim.placement=none")
     assert can_train([check])
 
 
 def test_container_limits_are_read(tmp_path: Path) -> None:
-    assert "container" not in probes.memory(tmp_path)
+    assert "container" not in doctor.memory(tmp_path)
     (tmp_path / "memory.max").write_text(str(2**28))
-    assert probes.memory(tmp_path).endswith("this container may use 0.2")
+    assert doctor.memory(tmp_path).endswith("this container may use 0.2")
     (tmp_path / "memory.max").write_text("max")
-    assert "container" not in probes.memory(tmp_path)
+    assert "container" not in doctor.memory(tmp_path)
 
 
 def test_report_ends_with_the_verdict() -> None:
