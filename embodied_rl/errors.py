@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 _SHOWN_CHARS = 80
@@ -39,17 +40,13 @@ class MissingExtraError(UserError):
         self.extra = extra
 
 
-class from_extra:  # noqa: N801  # a verb, as those of contextlib
+@contextmanager
+def from_extra(what: str, extra: str) -> Iterator[None]:
     """Context for imports of optional packages: ``with from_extra("MuJoCo", "mujoco"): …``. Raises MissingExtraError if one is missing."""
-
-    def __init__(self, what: str, extra: str) -> None:
-        self._what, self._extra = what, extra
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ImportError):
-            raise MissingExtraError(self._what, self._extra, error) from error
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(what, extra, error) from error
 
 
 class MissingAssetsError(UserError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -77,32 +76,16 @@ class Registry:
 
     def __init__(self, kind: str, group: str, targets: dict[str, str]) -> None:
         self.kind, self.group = kind, group
-        self.built_in = tuple(targets)
-        """Names of this package's own targets."""
-        self._targets = dict(targets)
-        self._discovered = False
-
-    def names(self) -> list[str]:
-        self._discover()
-        return sorted(self._targets)
+        self.built_in = dict(targets)
+        """This package's own targets, which no other package replaces."""
 
     def target(self, name: str) -> str:
         """The target of a name; a ``package.module:Attribute`` passes through. Raises UserError with the nearest name."""
         if ":" in name:
             return name
-        self._discover()
-        require_known(name, self._targets, f"{self.kind.capitalize()} '{name}' is not known.")
-        return self._targets[name]
+        known = {**installed_targets(self.group), **self.built_in}
+        require_known(name, known, f"{self.kind.capitalize()} '{name}' is not known.")
+        return known[name]
 
     def load(self, name: str) -> Any:
         return load_target(self.target(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def _discover(self) -> None:
-        if self._discovered:
-            return
-        self._discovered = True
-        for name, target in installed_targets(self.group).items():
-            self._targets.setdefault(name, target)

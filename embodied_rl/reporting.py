@@ -44,25 +44,16 @@ class Figures:
     return_mean: float
     return_std: float
     """Standard deviation between episodes (n - 1); 0 for one episode."""
-    return_interval: tuple[float, float]
-    """Interval of the mean: percentile bootstrap, 95%."""
+    return_mean_interval: tuple[float, float]
+    """Percentile bootstrap, 95%."""
     length_mean: float
     seeds: tuple[int, int]
     """First and last seed."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "num_episodes": self.num_episodes,
-            "success": self.success,
-            "success_interval_95": self.success_interval,
-            "success_at_end": self.success_at_end,
-            "success_at_end_interval_95": self.success_at_end_interval,
-            "return_mean": self.return_mean,
-            "return_std": self.return_std,
-            "return_mean_interval_95": self.return_interval,
-            "length_mean": self.length_mean,
-            "held_out_seeds": {"first": self.seeds[0], "last": self.seeds[1], "count": self.num_episodes},
-        }
+        """For JSON; the names of intervals say their confidence."""
+        own = {f"{name}_95" if name.endswith("_interval") else name: value for name, value in vars(self).items() if name != "seeds"}
+        return {**own, "held_out_seeds": {"first": self.seeds[0], "last": self.seeds[1], "count": self.num_episodes}}
 
 
 def summarise(episodes: Sequence[EpisodeSummary], reports_success: bool) -> Figures:
@@ -81,7 +72,7 @@ def summarise(episodes: Sequence[EpisodeSummary], reports_success: bool) -> Figu
         success_at_end_interval=wilson_interval(at_end, n) if reports_success else None,
         return_mean=float(returns.mean()),
         return_std=float(returns.std(ddof=1)) if n > 1 else 0.0,
-        return_interval=bootstrap_mean_interval(returns),
+        return_mean_interval=bootstrap_mean_interval(returns),
         length_mean=float(np.mean([episode.length for episode in episodes])),
         seeds=(min(seeds), max(seeds)),
     )

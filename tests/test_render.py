@@ -21,6 +21,7 @@ from embodied_rl.commands.render import main, render_videos
 from embodied_rl.config import SimConfig
 from embodied_rl.files import require_writable
 from embodied_rl.generation.random_backend import RandomGenerator
+from embodied_rl.loggers.trackers import TensorBoardLogger
 from embodied_rl.media import episodes as filming_episodes
 from embodied_rl.media.episodes import MAX_STEPS_SHOWN, FilmedEpisode, Selection, film
 from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
@@ -333,6 +334,7 @@ def test_a_film_goes_into_the_logs_of_its_run(cartpole: Path, tmp_path: Path, lo
     shutil.copytree(cartpole, run, symlinks=True)
     if log == "wandb":
         pytest.importorskip("wandb")
+    TensorBoardLogger(run).log(10, {"episode/return": 2.0})
     main([f"checkpoint={run}", f"output={tmp_path / 'films'}", "size=32", "num_episodes=1", "format=mp4", f"log={log}"])
     (movie,) = (tmp_path / "films").iterdir()
     if log == "wandb":
@@ -345,6 +347,7 @@ def test_a_film_goes_into_the_logs_of_its_run(cartpole: Path, tmp_path: Path, lo
     reader.Reload()
     (event,) = reader.Images("video")
     assert event.step == load_checkpoint(run).step
+    assert [scalar.step for scalar in reader.Scalars("episode/return")] == [10], "the run's own curves are there too"
 
 
 @pytest.mark.skipif(mujoco_backend() is None, reason="MuJoCo cannot draw off-screen here")

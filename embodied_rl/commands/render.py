@@ -327,7 +327,7 @@ def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[st
     for name in names:
         logger: TensorBoardLogger | WandbLogger
         if name == "tensorboard":
-            logger = TensorBoardLogger(run_dir)
+            logger = TensorBoardLogger(run_dir, beside=True)
         else:
             # Continues the run to which training logged.
             logger = WandbLogger(run_dir, config.wandb_project, config.wandb_mode, checkpoint.config.to_dict(), resume_step=checkpoint.step)

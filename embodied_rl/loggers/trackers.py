@@ -93,14 +93,15 @@ _RGB = 3
 class TensorBoardLogger(Logger):
     """Writes ``<run_dir>/tensorboard``; look at it with ``tensorboard --logdir <run_dir>``."""
 
-    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, resume_step: int | None = None, *, beside: bool = False) -> None:
+        """`beside`: the run's own files stay as they are, and what is logged here is shown with them."""
         with from_extra("Logger 'tensorboard'", "all"):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
         self._event, self._summary = Event, Summary
         folder = run_dir / "tensorboard"
-        if resume_step is None and folder.exists():
+        if resume_step is None and folder.exists() and not beside:
             folder.rename(next_free(folder))  # kept from an earlier attempt at this run, as `metrics.jsonl` is
         # tensorboard's own EventFileWriter writes later, in a thread, and orders files of the same second by process number. A killed
         # run would lose what it logged before its checkpoint, or its continuation would be read first.
