@@ -1,8 +1,8 @@
 """The folder of a run: its choice, its owner, and the history that is copied when a run continues in another folder.
 
-A run's folder holds ``run.json`` with a number drawn when the run began, and so does each of its checkpoints. If the two agree, or (for
-runs older than that number) if ``metrics.jsonl`` has the checkpoint's step, the run continues in the folder. Otherwise the checkpoint
-belongs to another run: nothing is written beside it, and the run continues in a new folder with a copy of the history.
+A run's folder holds ``run.json`` with a number drawn when the run began, and so does each of its checkpoints. If the two agree, the run
+continues in the folder. Otherwise the checkpoint belongs to another run: nothing is written beside it, and the run continues in a new
+folder with a copy of the history.
 """
 
 from __future__ import annotations
@@ -139,13 +139,8 @@ def note_run_id(run_dir: Path, number: str) -> None:
 
 def belongs(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is in the folder of the run that wrote it."""
-    if checkpoint.path.parent.name != "checkpoints":
-        return False
-    if (own := checkpoint.state.get("run_id")) is not None:
-        return bool(own == _noted_id(checkpoint.run_dir))
-    from embodied_rl.loggers.jsonl import logged_steps
-
-    return checkpoint.step in logged_steps(checkpoint.run_dir)
+    own = checkpoint.state.get("run_id")
+    return checkpoint.path.parent.name == "checkpoints" and own is not None and own == _noted_id(checkpoint.run_dir)
 
 
 def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
@@ -159,8 +154,8 @@ def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
                 copy_files(source / name, run_dir / name)
             if (source / _FAULTS).is_file():
                 shutil.copy(source / _FAULTS, run_dir / _FAULTS)
-            if (history := history_until(source, checkpoint.step)) is not None:
-                write_atomic(run_dir / METRICS_FILE, history)
+            if (source / METRICS_FILE).is_file():
+                write_atomic(run_dir / METRICS_FILE, history_until(source, checkpoint.step))
     except OSError as error:
         raise cannot_write(run_dir, error) from error
 

@@ -17,7 +17,7 @@ import pytest
 from embodied_rl.algorithms.advantage_table import ADVANTAGES
 from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
 from embodied_rl.commands import catalog
-from embodied_rl.commands.catalog import KINDS, METHODS, entries, extra_installed, main, methods, missing_distributions
+from embodied_rl.commands.catalog import KINDS, METHODS, entries, main, methods, missing_distributions
 from embodied_rl.config import load_sim_config
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
@@ -120,7 +120,7 @@ def test_what_is_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert missing_distributions("maniskill") == ["mani-skill<3.1,>=3.0.1"]
     assert missing_distributions("metaworld") == ["metaworld<3.2,>=3.1.1"]
-    assert not extra_installed("maniskill")
+    assert missing_distributions("maniskill")
     assert missing_distributions("no-such-extra") == ["embodied-rl-no-such-extra"]
     # "all" names other extras, and lacks what they lack.
     assert {"mani-skill<3.1,>=3.0.1", "metaworld<3.2,>=3.1.1"} <= set(missing_distributions("all"))

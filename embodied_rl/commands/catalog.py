@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ _ALSO = {"sims": "simulators", "simulator": "simulators", **{folder: kind for ki
 METHODS = ("advantages", "losses", "loss_terms")
 """Mathematics that configurations of algorithms can name, which `algorithms` lists too."""
 
-_NO_KIND = "'{}' is not a kind of the catalogue."
 _WITH = "With: "
 _WIDE = 140
 """Columns of a terminal with room for a command in each row."""
@@ -89,20 +88,20 @@ class Entry:
 
 def entries(kind: str) -> list[Entry]:
     """Entries of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
-    kind = _ALSO.get(kind, kind)
-    require_known(kind, KINDS, _NO_KIND.format(kind))
-    group = KINDS[kind]
+    group = KINDS[kind_of(kind)]
     return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
+
+
+def kind_of(word: str) -> str:
+    """Key of `KINDS` that a user's word means. Raises UserError with the nearest kind."""
+    kind = _ALSO.get(word, word)
+    require_known(kind, KINDS, f"'{kind}' is not a kind of the catalogue.")
+    return kind
 
 
 def methods(kind: str) -> list[AdvantageInfo | LossInfo]:
     """Advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
     return list(ADVANTAGES.values()) if kind == "advantages" else list((LOSSES if kind == "losses" else LOSS_TERMS).values())
-
-
-def extra_installed(extra: str) -> bool:
-    """Whether every distribution of an extra (or several, separated by commas) of this package is installed in a fitting version."""
-    return not any(missing_distributions(name) for name in extra.split(","))
 
 
 def missing_distributions(extra: str) -> list[str]:
@@ -175,7 +174,7 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
     text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text) or {}
     extra = _extra(group, name, data)
-    installed = extra is None or extra_installed(extra)
+    installed = extra is None or not any(missing_distributions(name) for name in extra.split(","))
     comments = _comments(text)
     # "# With: policy=cnn" names other required choices: the default policy cannot read pixels, for one.
     further = [line.removeprefix(_WITH).strip() for line in comments if line.startswith(_WITH)]
@@ -186,20 +185,15 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
 
 
 def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
-    """A simulator declares its extra; an experiment needs its simulator's."""
+    """A simulator declares its extra; an experiment needs those of its simulators and its policy, which commas separate."""
     if group == "sim":
         return data.get("extra")
     if group == "logger":
         return "wandb" if "wandb" in (data.get("names") or []) else None
     if group == "policy":
         return "language" if data.get("name") == "language" else None
-    return _extra_of_experiment(data) if group == "experiment" else None
-
-
-def _extra_of_experiment(data: dict[str, Any]) -> str | None:
-    """Extras of its simulators and its policy, separated by commas."""
     found: list[str | None] = []
-    for choice in data.get("defaults") or []:
+    for choice in (data.get("defaults") or []) if group == "experiment" else ():
         for key, value in choice.items() if isinstance(choice, dict) else ():
             chosen = key.removeprefix("override").strip().strip("/").partition("@")[0]  # /sim@domains.arm.sim is a simulator too
             if chosen == "sim":
@@ -215,53 +209,49 @@ def _comments(text: str) -> list[str]:
     return [words for words in lines if words and not words.startswith("@package")]
 
 
-def print_entries(kind: str) -> None:
+def _print_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print rows of equal keys as a table."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
+    table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in rows[0]:
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "unit"))
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    print_tables(table)
+
+
+def print_entries(kind: str) -> None:
     found = entries(kind)
-    with_tasks = any(entry.task for entry in found)
-    table = Table(title=f"{kind} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     # Eighty columns have no room for a command in each row; it is the same for all, and printed below.
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
-    for column in ("name", *(("task",) if with_tasks and not narrow else ()), "description", "needs", *(() if narrow else ("command",))):
-        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    left_out = {"task", "command"} if narrow else set() if any(entry.task for entry in found) else {"task"}
+    rows = []
     for entry in found:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
-        tasks = (entry.task or "",) if with_tasks and not narrow else ()
-        table.add_row(entry.name, *tasks, escape(entry.description), needs, *(() if narrow else (escape(entry.command),)))
-    print_tables(table)
+        row = {"name": entry.name, "task": entry.task or "", "description": entry.description, "needs": needs, "command": entry.command}
+        rows.append({column: text for column, text in row.items() if column not in left_out})
+    _print_rows(kind, rows)
     if narrow:
-        print(f"Use one: python -m embodied_rl.train {KINDS[_ALSO.get(kind, kind)]}=NAME")
+        print(f"Use one: python -m embodied_rl.train {KINDS[kind]}=NAME")
     if kind == "simulators":
         print("To list all tasks of a simulator (sim.task=NAME): python -m embodied_rl.catalog tasks SIM")
     if kind == "algorithms":
-        for table_name in METHODS:
-            print_methods(table_name)
+        for name in METHODS:
+            print()
+            _print_rows(name.replace("_", " "), [_row_of(method) for method in methods(name)])
 
 
-def print_methods(kind: str) -> None:
-    """Print the advantages, losses or loss terms as a table."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    found = methods(kind)
-    table = Table(title=f"{kind.replace('_', ' ')} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    for column in ("name", "formula", "unit", "needs", "source"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "unit"))
-    for method in found:
-        needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in sorted(method.needs))
-        table.add_row(*(escape(text) for text in (method.name, method.summary, method.unit, needs, method.source)))
-    print()
-    print_tables(table)
+def _row_of(method: AdvantageInfo | LossInfo) -> dict[str, str]:
+    needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in sorted(method.needs))
+    return {"name": method.name, "formula": method.summary, "unit": method.unit, "needs": needs, "source": method.source}
 
 
 @as_command
 def main(argv: Sequence[str]) -> None:
     given, as_json = [word for word in argv if word != "--json"] or list(KINDS), "--json" in argv
-    kinds = [_ALSO.get(word, word) for word in given]
     if "--help" in argv or "-h" in argv:
         print(usage())
     elif given[0] == "tasks":
@@ -269,11 +259,9 @@ def main(argv: Sequence[str]) -> None:
     elif given[0] == "check":
         _check(given[1:], as_json)
     elif as_json:
-        print(json.dumps(_document(kinds), indent=1))
+        print(json.dumps(_document([kind_of(word) for word in given]), indent=1))
     else:
-        for kind in kinds:  # before anything is printed
-            require_known(kind, KINDS, _NO_KIND.format(kind))
-        for kind in kinds:
+        for kind in [kind_of(word) for word in given]:
             print_entries(kind)
 
 

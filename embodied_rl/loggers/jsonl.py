@@ -30,7 +30,7 @@ class JsonlLogger(Logger):
                 if resume_step is None:
                     self.path.rename(next_free(self.path))
                 else:
-                    write_atomic(self.path, "".join(line for logged, line in _rows(self.path) if logged <= resume_step))
+                    write_atomic(self.path, history_until(run_dir, resume_step))
             self._file = self.path.open("a+b", buffering=0)
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -54,28 +54,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in _whole_lines(path / METRICS_FILE if path.is_dir() else path)]
 
 
-def logged_steps(run_dir: Path) -> set[int]:
-    """Steps with rows in a run's metrics.jsonl; empty if there is no such file."""
-    try:
-        return {step for step, _ in _rows(run_dir / METRICS_FILE)}
-    except OSError:
-        return set()
-
-
-def history_until(run_dir: Path, step: int) -> str | None:
-    """Lines of a run's metrics.jsonl up to a step; None if there is no such file."""
-    try:
-        return "".join(line for logged, line in _rows(run_dir / METRICS_FILE) if logged <= step)
-    except OSError:
-        return None
-
-
-def _rows(path: Path) -> Iterator[tuple[int, str]]:
-    """(step, line) of all whole lines with a step."""
-    for line in _whole_lines(path):
-        row = json.loads(line)
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            yield row["step"], line
+def history_until(run_dir: Path, step: int) -> str:
+    """The whole lines of a run's metrics.jsonl up to a step. Raises OSError if the file cannot be read."""
+    rows = [(json.loads(line), line) for line in _whole_lines(run_dir / METRICS_FILE)]
+    return "".join(line for row, line in rows if isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= step)
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
