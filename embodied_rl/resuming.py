@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_tensors, note_base
+from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_tensors
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.policies.base import TrainedModule, load_saved, saved_tensors
 
@@ -19,25 +19,6 @@ if TYPE_CHECKING:  # offline evaluation loads policies without simulators
     from embodied_rl.methods.base import Method
 
 _RANDOM = "random."
-
-
-class PolicySaver:
-    """The policy's part of a run's checkpoints."""
-
-    def __init__(self, policy: TrainedModule, run_dir: Path) -> None:
-        self._policy, self.run_dir = policy, run_dir
-        self._base: dict[str, Any] | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the policy; with LoRA, the trained ones."""
-        return saved_tensors(self._policy)
-
-    def base(self) -> dict[str, Any] | None:
-        """The base model of the adapter, noted once in a run because its files do not change. None: the policy is saved whole."""
-        folder = self._policy.base_folder
-        if folder is not None and self._base is None:
-            self._base = note_base(folder, self.run_dir)
-        return self._base
 
 
 def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:

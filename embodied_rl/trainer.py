@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_compatible, checkpoint_name
+from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_compatible, checkpoint_name, note_base
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
@@ -22,9 +22,10 @@ from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
 from embodied_rl.methods.streams import domains_of, start_recorders
 from embodied_rl.methods.warm_start import clone_experts
+from embodied_rl.policies.base import saved_tensors
 from embodied_rl.progress import Advance, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, require_time, shows_progress, warm_start_figures
-from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
+from embodied_rl.resuming import load_method, load_policy, random_states, save_method, set_random_states
 from embodied_rl.roles.components import Started, end_ranks, hybrid_here, start_simulators
 from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.rollout.evaluation import evaluate
@@ -86,6 +87,8 @@ class Trainer:
         self._faults_logged = self._episodes_given_up = 0
         self._saved_episodes: dict[str, torch.Tensor] = {}
         self._crossed = (0, 0)
+        self._base: dict[str, Any] | None = None
+        """The base model of the policy's adapter, noted once because its files do not change; None: the policy is saved whole."""
         self.metrics: dict[str, float] = {}
         self.warm_start: dict[str, Any] = {}
         """Figures of the warm start; empty before it runs, or if there is none."""
@@ -137,7 +140,6 @@ class Trainer:
         if config.record.share and not self.manager.record(self.run_dir, self.command):
             self.recorders = start_recorders(config, self.method.recordable(), self.run_dir, self.command)
         self.engine = make_engine(hybrid_here(config), self.policy, self.generator, self.method, self.manager)
-        self._saver = PolicySaver(self.policy, self.run_dir)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
 
     def _base_model(self, checkpoint: Checkpoint) -> Path | None:
@@ -379,7 +381,6 @@ class Trainer:
         gone, self.run_dir = self.run_dir, next_free(self.run_dir.with_name(f"{self.run_dir.name}_rescued"))
         with suppress(UserError):
             self._writer.wait()
-        self._saver.run_dir = self.run_dir
         self._writer = CheckpointWriter(self.run_dir)
         note_run_id(self.run_dir, self.run_id)
         self.loggers.rescue(self.run_dir)
@@ -393,6 +394,8 @@ class Trainer:
         if self.config.evaluation.every_steps is None:  # then the training episodes decide
             score = self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf))
         is_best = score >= self.best
+        if self._base is None and (folder := self.policy.base_folder) is not None:
+            self._base = note_base(folder, self.run_dir)
         self.best = max(self.best, score)
         self.engine.residency.onload_all()
         learner, parts = save_method(self.method, self._writer, self.steps)
@@ -400,7 +403,7 @@ class Trainer:
             learner |= {f"{_EPISODE}{slot}": saved for slot, saved in self.method.running_episodes().items()}
         self._writer.save(
             self.steps,
-            policy=self._saver.tensors(),
+            policy=saved_tensors(self.policy),
             learner={**learner, **random_states()},
             state={
                 "run_id": self.run_id,
@@ -418,7 +421,7 @@ class Trainer:
             command=self.command,
             is_best=is_best,
             describe=self.policy.save_description if self.policy.has_description else None,
-            base=self._saver.base(),
+            base=self._base,
             parts=parts,
             exported=self.policy.exported_names(),
         )

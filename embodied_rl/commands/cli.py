@@ -293,12 +293,8 @@ WrittenFile = Annotated[str, Written("file")]
 WrittenFolder = Annotated[str, Written("folder")]
 
 
-class _Required:
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED = _Required()
+REQUIRED: Any = object()
+"""Default of an argument that must be given."""
 
 
 @dataclass(frozen=True)

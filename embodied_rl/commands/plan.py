@@ -19,6 +19,7 @@ from embodied_rl.files import write_atomic
 from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.planning.model import Plan, candidates, plan
 from embodied_rl.progress import figure_table, progress_bar, wrapped_lines
+from embodied_rl.reading import yaml_text
 from embodied_rl.versions import versions
 
 if TYPE_CHECKING:
@@ -69,9 +70,12 @@ def main(argv: Sequence[str]) -> None:
     cluster = Cluster(cluster_of(values["cluster"]))
     with progress_bar("planning: measuring a run" if values["measure"] else "planning"):
         measured = _measure(argv, values) if values["measure"] else None
-    workload = workload_of(values["workload"], overrides) if measured is None else _changed(measured.workload, overrides)
-    if measured is not None and values["save"] is not None:
-        _save(Path(values["save"]), workload)
+    if measured is None:
+        workload = workload_of(values["workload"], overrides)
+    else:
+        workload = WorkloadConfig.from_dict(_merged(dataclasses.asdict(measured.workload), overrides))
+        if values["save"] is not None:
+            write_atomic(Path(values["save"]), yaml_text(dataclasses.asdict(workload)))
     only: list[PlacementConfig] | None = None
     if values["placement"] is not None:
         only = [config for config in candidates(workload, len(cluster.compute)) if config.kind == values["placement"]]
@@ -83,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     if values["json"]:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
-        print_tables(*tables(found, workload, cluster, values["rows"]))
+        print_tables(_table(found, workload, cluster, values["rows"]))
         _explain(found, measured)
     if values["output"] is not None:
         write_atomic(Path(values["output"]), json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -133,10 +137,6 @@ def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
     return data
 
 
-def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> WorkloadConfig:
-    return WorkloadConfig.from_dict(_merged(dataclasses.asdict(workload), overrides))
-
-
 def _measure(argv: Sequence[str], values: Mapping[str, Any]) -> Measurement:
     from embodied_rl.planning.measuring import measure
 
@@ -163,12 +163,6 @@ def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
             raise UserError(f"{wrong[0]} needs measure=true. To change known times, use workload.KEY=VALUE.")
 
 
-def _save(path: Path, workload: WorkloadConfig) -> None:
-    import yaml
-
-    write_atomic(path, yaml.safe_dump(dataclasses.asdict(workload), sort_keys=False))
-
-
 def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measured: Measurement | None, command: str) -> dict[str, Any]:
     return {
         "cluster": dataclasses.asdict(cluster.config),
@@ -182,14 +176,14 @@ def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measure
     }
 
 
-def tables(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -> list[Table]:
-    """Tables of the fastest placements, including the best of each kind."""
+def _table(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -> Table:
+    """The fastest placements, and the best of each kind."""
     size = f"{len(cluster.nodes)} machines, {len(cluster.gpus)} GPUs, {sum(spec.cores for spec in cluster.nodes)} cores"
     columns = ("placement", "stages", "env", "gen", "train", "steps/s", "iteration s", "rollout s", "update s", "idle", "GiB", "age")
     table = figure_table(f"{workload.name} on {cluster.config.name} ({size})", columns)
-    best = found.best_of_each_kind
-    shown = [outlook for place, outlook in enumerate(found.outlooks) if place < rows or any(outlook is one for one in best)]
-    for outlook in shown:
+    for place, outlook in enumerate(found.outlooks):
+        if place >= rows and not any(outlook is one for one in found.best_of_each_kind):
+            continue
         placement = outlook.placement
         age = sum(age * share for age, share in outlook.ages.items())
         table.add_row(
@@ -204,15 +198,13 @@ def tables(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -
             f"{outlook.costs.gpu_gib:.1f}",
             f"{age:.1f}",
         )
-    return [table]
+    return table
 
 
 def _explain(found: Plan, measured: Measurement | None) -> None:
-    import yaml
-
     for reason in found.refused.values():
         print("\n".join(wrapped_lines(f"Left out: {reason}", terminal_width())))
     if measured is not None:
         print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.")
-    text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)
+    text = yaml_text({"hybrid": {"placement": found.best.placement.to_dict()}}, default_flow_style=None)
     print("The fastest placement, as configuration:", text.rstrip(), sep="\n")

@@ -152,7 +152,18 @@ def record(
         if plan.only_success and not spec.reports_success:
             raise UserError(f"Task '{spec.task}' reports no success: only_success=true would keep no episode.")
         player, who = _player(policy, spec, sim, checkpoint=checkpoint, expert=target, sample=sample, noise_seed=plan.noise_seed)
-        info = _info(spec, sim, who, plan, showing, command, checkpoint)
+        about = {"plan": dataclasses.asdict(plan), "showing": dataclasses.asdict(showing), "machine": machine()}
+        about |= {} if checkpoint is None else {"checkpoint": str(checkpoint.path)}
+        info = RecordingInfo(
+            spec=spec,
+            sim=dataclasses.asdict(sim),
+            policy=who,
+            command=command,
+            versions=versions(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            # Every episode began as in a fresh simulator; a replay needs the same.
+            metadata={"reconfigure": True, **about},
+        ).signed()
         films = None if videos is None else films_of(manager.spec, videos)
         writing = RecordingWriter(folder, info, video=video, resume=resume, gather_s=GATHER_S)
         with writing as writer, keep_films(films.folder) if films else nullcontext(), one_thread_acts(acting):
@@ -211,39 +222,11 @@ def _player(
     return GeneratorPlayer(acting(module, version), spec.action, draws=sample, layout=layout, values=has_critic), who
 
 
-def _info(
-    spec: SimSpec,
-    sim: SimConfig,
-    who: Mapping[str, Any],
-    plan: RecordingPlan,
-    showing: Showing,
-    command: str,
-    checkpoint: Checkpoint | None,
-) -> RecordingInfo:
-    return RecordingInfo(
-        spec=spec,
-        sim=dataclasses.asdict(sim),
-        policy=dict(who),
-        command=command,
-        versions=versions(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        metadata={
-            # Every episode began as in a fresh simulator; a replay needs the same.
-            "reconfigure": True,
-            "plan": dataclasses.asdict(plan),
-            "showing": dataclasses.asdict(showing),
-            "machine": machine(),
-            **({} if checkpoint is None else {"checkpoint": str(checkpoint.path)}),
-        },
-    ).signed()
-
-
 @as_command
 def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
     policy = _policy_of(values)
-    _check(values)
     with progress_bar(f"recording {values['num_episodes']} episodes of {values['checkpoint'] or values['sim']}: starting simulators"):
         showing = Showing.parse(values["states"], values["images"], values["cameras"])
         checkpoint, sim = _choose(values, overrides)
@@ -272,7 +255,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _policy_of(values: Mapping[str, Any]) -> str:
-    """Kind of player. Raises UserError for an invalid combination."""
+    """Kind of player. Raises UserError for contradictory arguments."""
     if values["checkpoint"] is None and values["sim"] is None:
         raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play it). See --help.")
     if values["domain"] is not None and values["checkpoint"] is None:
@@ -285,11 +268,6 @@ def _policy_of(values: Mapping[str, Any]) -> str:
             raise UserError(f"{name}={str(values[name]).lower()} needs policy={needed}, got policy={policy}.")
     if policy != "random" and not values["sample"] and (unused := COMMAND.changed(values, "noise_seed")):
         raise UserError(f"{unused[0]} needs policy=random or sample=true: other players draw nothing.")
-    return policy
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    """Raise UserError for contradictory arguments."""
     if values["max_seeds"] is not None:
         if not values["only_success"]:
             raise UserError("max_seeds needs only_success=true. Otherwise each seed gives one recorded episode.")
@@ -297,6 +275,7 @@ def _check(values: Mapping[str, Any]) -> None:
             raise UserError(f"max_seeds must be at least num_episodes ({values['num_episodes']}), got {values['max_seeds']}.")
     if values["resume"] and values["output"] is None:
         raise UserError("resume=true needs output=…: the folder of the recording to continue.")
+    return policy
 
 
 def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Checkpoint | None, SimConfig]:

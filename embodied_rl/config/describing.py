@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
+import itertools
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -76,23 +76,17 @@ class Key:
 
 def described_keys() -> dict[str, list[Key]]:
     """{group of `GROUPS`: its keys}, in the order of the declarations."""
-    sources = {sys.modules[vars(config)[name].__module__] for name in GROUPS.values()}
-    nodes = [node for source in sources for node in ast.parse(inspect.getsource(source)).body]
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-    found = {}
+    found: dict[str, list[Key]] = {}
     for group, name in GROUPS.items():
-        hints = type_hints(vars(config)[name])
-        fields = [(field, text) for field, text in _fields(classes[name]) if not ast.unparse(field.annotation).endswith("Config")]
-        found[group] = [_key(group.partition(" ")[0], field, hints[ast.unparse(field.target)], text) for field, text in fields]
-    return found
-
-
-def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
-    found = []
-    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign):
-            constant = following.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else None
-            found.append((statement, " ".join(str(constant.value).split()) if constant is not None else ""))
+        part = vars(config)[name]
+        (node,) = ast.parse(inspect.getsource(part)).body
+        assert isinstance(node, ast.ClassDef)
+        keys = found[group] = []
+        for field, following in itertools.pairwise([*node.body, None]):
+            if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).endswith("Config"):
+                said = following.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else None
+                text = "" if said is None else " ".join(str(said.value).split())
+                keys.append(_key(group.partition(" ")[0], field, type_hints(part)[ast.unparse(field.target)], text))
     return found
 
 

@@ -31,7 +31,6 @@ LOGGERS = Registry(
 )
 _BUILT_IN = frozenset(LOGGERS.built_in) - {"mlflow", "trackio"}
 """Loggers with their own keys in the configuration; all others, including users' own, take ``logger.options``."""
-_OFFERED = ("run_dir", "run_config", "total_steps", "resume_step")
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def make_loggers(
 
 def _made(cls: type[Logger], run: LoggedRun, options: Mapping[str, Any] | None = None) -> Logger:
     """Make a logger from the parts of the run that its constructor takes, and its options."""
-    taken = {name: value for name, value in vars(run).items() if name in _OFFERED and name in inspect.signature(cls).parameters}
+    taken = {name: value for name, value in vars(run).items() if name in inspect.signature(cls).parameters}
     return cls(**taken, **(options or {}))
 
 
@@ -183,4 +182,4 @@ def check_loggers(config: LoggerConfig) -> None:
         if cls.__abstractmethods__:
             raise UserError(f"'{name}' is not a whole logger: it must define {' and '.join(sorted(cls.__abstractmethods__))}.")
         own = name.rpartition(":")[2]
-        check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=_OFFERED)
+        check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=LoggedRun.__annotations__)
