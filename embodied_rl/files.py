@@ -85,21 +85,6 @@ def reset_mode(*paths: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def require_writable(folder: Path) -> Path:
-    """Check that files can be written there, before long work that ends in them. Leaves nothing behind. Raises UserError: they cannot."""
-    probe = folder / f".write_test-{os.getpid()}"
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-        for place in new:
-            place.rmdir()
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    return folder
-
-
 def append_whole(file: FileIO, data: bytes, path: Path) -> None:
     """Append `data` to a log that is open without a buffer, so that closing does not retry a failed write.
     Raises UserError: it could not be written completely."""

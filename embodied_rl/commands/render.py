@@ -13,14 +13,13 @@ import numpy as np
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.checkpoint import Checkpoint
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command
+from embodied_rl.commands.cli import Argument, Command, Written, WrittenFolder, as_command
 from embodied_rl.commands.replay import chosen_sim, sim_of
 from embodied_rl.config import SimConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation.output import labels
-from embodied_rl.files import require_writable
 from embodied_rl.generation.base import Generator
 from embodied_rl.loggers.trackers import TensorBoardLogger, WandbLogger
 from embodied_rl.media.episodes import (
@@ -385,7 +384,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
         players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
         if len({(player.path, policy) for player, policy in players}) == 1:
             raise UserError(f"against={values['against']} is the same policy; give another one.")
-    output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos" / (values["domain"] or ""))
+    output = _writable(values["output"], checkpoint.run_dir / "videos" / (values["domain"] or ""))
     paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
     if logs:
         log_videos(checkpoint, paths, logs)
@@ -409,10 +408,16 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
             raise UserError(f"tokenizer= is for sessions that serve_agent captured, and '{folder}' is not a folder of them.")
         trust = trusted_names(values["trust"])
         sim = None if values["sim"] is None and not overrides else chosen_sim(recording, values["sim"], overrides, trust)
-        output = require_writable(Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos")
+        output = _writable(values["output"], recording.path.resolve().parent / "videos")
         return film_recording(recording, output, film, sim=sim, trust=trust)
     finally:
         recording.close()
+
+
+def _writable(named: str | None, default: Path) -> Path:
+    """Folder of the films. Raises UserError before anything is played if it cannot be written."""
+    Written("folder").check("output", named or str(default))
+    return Path(named or default)
 
 
 def _words(text: str) -> tuple[str, ...]:

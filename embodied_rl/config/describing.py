@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import sys
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -76,13 +77,13 @@ class Key:
 
 def described_keys() -> dict[str, list[Key]]:
     """{group of `GROUPS`: its keys}, in the order of the declarations."""
+    sources = {sys.modules[vars(config)[name].__module__] for name in GROUPS.values()}
+    nodes = [node for source in sources for node in ast.parse(inspect.getsource(source)).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     found: dict[str, list[Key]] = {}
     for group, name in GROUPS.items():
-        part = vars(config)[name]
-        (node,) = ast.parse(inspect.getsource(part)).body
-        assert isinstance(node, ast.ClassDef)
-        keys = found[group] = []
-        for field, following in itertools.pairwise([*node.body, None]):
+        part, keys = vars(config)[name], found.setdefault(group, [])
+        for field, following in itertools.pairwise([*classes[name].body, None]):
             if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).endswith("Config"):
                 said = following.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else None
                 text = "" if said is None else " ".join(str(said.value).split())
