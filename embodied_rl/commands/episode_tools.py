@@ -83,7 +83,7 @@ SPLIT = Command(
     examples=("recordings/pickcube output=recordings/parts fractions=0.9,0.1", "recordings/pickcube output=recordings/outcomes by=success"),
     paths=(_PATH,),
 )
-COMMANDS = {command.name.split()[1]: command for command in (INFO, VALIDATE, CONVERT, MERGE, SPLIT)}
+COMMANDS = {"info": INFO, "validate": VALIDATE, "convert": CONVERT, "merge": MERGE, "split": SPLIT}
 
 
 def usage() -> str:
@@ -100,13 +100,7 @@ def main(argv: Sequence[str]) -> None:
         return
     name, *words = argv
     require_known(name, COMMANDS, f"'{name}' is not a subcommand.")
-    bodies: dict[str, Callable[[dict[str, Any]], None]] = {
-        "info": _info,
-        "validate": _validate,
-        "convert": _convert,
-        "merge": _merge,
-        "split": _split,
-    }
+    bodies = {"info": _info, "validate": _validate, "convert": _convert, "merge": _merge, "split": _split}
     bodies[name](COMMANDS[name].parse(words)[0])
 
 

@@ -179,13 +179,8 @@ def make_generator(
     if checkpoint.config.policy.name == "language":
         return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
-        return random_generator(spec, seed)
+        return NoisyGenerator(RandomGenerator(spec), spec, seed)  # also for callers that give no noise
     return acting(make_policy(checkpoint, spec, same_task=same_task))
-
-
-def random_generator(spec: SimSpec, seed: int) -> Generator:
-    """Generator of random actions, also for callers that give no noise."""
-    return NoisyGenerator(RandomGenerator(spec), spec, seed)
 
 
 def acting(policy: Policy, version: int = 0) -> Generator:
@@ -321,7 +316,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[output.EvaluationResult]]:
-    _check_of_checkpoint(values, overrides)
+    if values["policy"] not in (None, "checkpoint", "random"):
+        choices = ("checkpoint", "random")
+        raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
+    own = [name for name in ("experiment", "generation") if values[name] is not None]
+    own += [key for key in overrides if not key.startswith("sim.")]
+    if own:
+        raise UserError(f"{own[0]}=… has no effect with checkpoint=…, which has its own. Only the simulator can be changed: sim.KEY=VALUE.")
     trust = trusted_names(values["trust"])
     measured = read_protocol(values["protocol"])
     changed = {**measured.sim, **overrides}
@@ -333,17 +334,6 @@ def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
     number = values["num_episodes"] or measured.num_episodes or 100
     temperature = measured.temperature if values["temperature"] is None else values["temperature"]
     return players, evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
-
-
-def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise UserError for arguments that the checkpoint determines."""
-    if values["policy"] not in (None, "checkpoint", "random"):
-        choices = ("checkpoint", "random")
-        raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
-    own = [name for name in ("experiment", "generation") if values[name] is not None]
-    own += [key for key in overrides if not key.startswith("sim.")]
-    if own:
-        raise UserError(f"{own[0]}=… has no effect with checkpoint=…, which has its own. Only the simulator can be changed: sim.KEY=VALUE.")
 
 
 def _check_temperature(given: float | None, config: TrainConfig, kind: str) -> None:
@@ -539,7 +529,7 @@ def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generato
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
         return _speaking(player, manager, folder)
     if player.kind == "random":
-        return random_generator(spec, config.seed)
+        return NoisyGenerator(RandomGenerator(spec), spec, config.seed)
     from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.build import build_policy
 

@@ -21,6 +21,7 @@ from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation.output import labels
 from embodied_rl.generation.base import Generator
+from embodied_rl.loggers.base import LoggedRun, LoggerGroup
 from embodied_rl.loggers.trackers import TensorBoardLogger, WandbLogger
 from embodied_rl.media.episodes import (
     FilmedEpisode,
@@ -190,7 +191,7 @@ def _film_one(
     film: Film,
     selection: Selection,
 ) -> list[FilmedEpisode]:
-    with _progress(f"filming {manager.spec.task}", len(seeds), film) as advance:
+    with progress_bar(f"filming {manager.spec.task}", len(seeds), shown=film.show_progress) as advance:
         finished: list[EpisodeSummary] = []
 
         def on_episode(episode: EpisodeSummary) -> None:
@@ -272,7 +273,7 @@ def film_recording(
     stride = stride_of([int(recording.lengths[number]) for number in numbers], 3 * film.size**2 * max(1, len(cameras)))
     episodes = []
     if cameras:
-        with _progress(f"reading {recording.spec.task}", len(numbers), film) as advance:
+        with progress_bar(f"reading {recording.spec.task}", len(numbers), shown=film.show_progress) as advance:
             for number in numbers:
                 episode = recording.episode(number)
                 found = recorded_cameras(episode)
@@ -302,7 +303,7 @@ def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: 
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
         check_fits(recording.spec, plain_spec(manager.spec))
         replayer = Replayer(manager, "state" if first.state is not None or first.snapshots else "action", open_sink)
-        with _progress(f"replaying {recording.spec.task}", len(numbers), film) as advance:
+        with progress_bar(f"replaying {recording.spec.task}", len(numbers), shown=film.show_progress) as advance:
             different = 0
             for replay in replayer.run((number, recording.episode(number)) for number in numbers):
                 different += not replay.success_matches
@@ -323,27 +324,18 @@ def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[
 def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
     """Add a video to the logs of the checkpoint's run, at its step. Raises MissingExtraError: a logger's packages are missing."""
     run_dir, config = checkpoint.run_dir, checkpoint.config.logger
+    # W&B continues the run to which training logged.
+    run = LoggedRun(run_dir, checkpoint.config.to_dict(), checkpoint.config.total_steps, checkpoint.step)
     for name in names:
-        logger: TensorBoardLogger | WandbLogger
-        if name == "tensorboard":
-            logger = TensorBoardLogger(run_dir, beside=True)
-        else:
-            # Continues the run to which training logged.
-            logger = WandbLogger(run_dir, config.wandb_project, config.wandb_mode, checkpoint.config.to_dict(), resume_step=checkpoint.step)
-        try:
-            logger.log_video(checkpoint.step, paths[0])
-        finally:
-            logger.close()
+        logger = TensorBoardLogger(run_dir, beside=True) if name == "tensorboard" else WandbLogger.from_config(config, run)
+        with LoggerGroup([logger]) as group:
+            group.log_video(checkpoint.step, paths[0])
 
 
 def _cause(fault: SimFault) -> str:
     """Most informative line: of a traceback the last, else the first (the signal, or the elapsed time)."""
     lines = fault.detail.strip().splitlines() or ["no details"]
     return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
-
-
-def _progress(title: str, total: int | None, film: Film) -> Any:
-    return progress_bar(title, total, shown=film.show_progress)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -358,7 +350,7 @@ def main(argv: Sequence[str]) -> None:
         formats=_words(values["format"]) or (values["format"],),
         show_progress=True,
     )
-    with _progress(f"filming {values['recording'] or values['checkpoint']}: starting simulators", None, film):
+    with progress_bar(f"filming {values['recording'] or values['checkpoint']}: starting simulators"):
         paths = _film_recording(values, overrides, film) if values["recording"] else _film_checkpoints(values, overrides, film)
     for path in paths:
         print(f"{path} ({path.stat().st_size / 1e6:.2f} MB)")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,17 +127,18 @@ def replay(
     played: list[EpisodeReplay] = []
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=min(wanted.num_slots, count), autoreset=False) as manager:
         check_fits(recording.spec, plain_spec(manager.spec))
-        writer = _writer(recording, output, image_size, video)
-        try:
+        with ExitStack() as stack:
+            writer: RecordingWriter | None = None
+            if image_size is not None and output is not None:
+                metadata = {**recording.info.metadata, "rendered_from": str(recording.path), "image_size": image_size}
+                info = dataclasses.replace(recording.info, metadata=metadata)
+                writer = stack.enter_context(RecordingWriter(output, info, video=video, duplicates="allow"))
             replayer = Replayer(manager, by, None if writer is None else _sinks(writer))
-            with progress_bar(f"replaying {recording.spec.task}", count) as advance:
-                for episode in replayer.run((number, recording.episode(number)) for number in range(count)):
-                    played.append(episode)
-                    matched = sum(one.success_matches for one in played)
-                    advance(1, f"success as recorded {matched / len(played):.0%}")
-        finally:
-            if writer is not None:
-                writer.close()
+            advance = stack.enter_context(progress_bar(f"replaying {recording.spec.task}", count))
+            for episode in replayer.run((number, recording.episode(number)) for number in range(count)):
+                played.append(episode)
+                matched = sum(one.success_matches for one in played)
+                advance(1, f"success as recorded {matched / len(played):.0%}")
     played.sort(key=lambda episode: episode.number)
     rendered = None if writer is None else writer.folder
     return ReplayReport(recording.path, recording.spec.task, by, played, rendered, time.perf_counter() - started)
@@ -168,15 +170,6 @@ def chosen_sim(recording: Recording, name: str | None, overrides: Mapping[str, A
     from embodied_rl.commands.evaluate import override_sim
 
     return override_sim(sim_of(recording, trust, list(overrides)) if name is None else load_sim_config(name), overrides)
-
-
-def _writer(recording: Recording, output: Path | None, image_size: int | None, video: VideoFormat) -> RecordingWriter | None:
-    if image_size is None or output is None:
-        return None
-    info = dataclasses.replace(
-        recording.info, metadata={**recording.info.metadata, "rendered_from": str(recording.path), "image_size": image_size}
-    )
-    return RecordingWriter(output, info, video=video, duplicates="allow")
 
 
 def _sinks(writer: RecordingWriter) -> Callable[[RecordedEpisode], EpisodeSink]:
@@ -246,7 +239,7 @@ def tables(report: ReplayReport) -> list[Table]:
         return [parts]
     title = f"Largest differences{f' ({_SHOWN} of {len(worst)})' if len(worst) > _SHOWN else ''}"
     columns = ("episode", "seed", "steps", "largest difference", "first step that differs", "success recorded", "replayed")
-    single = figure_table(title, columns, leading=0)
+    single, yes = figure_table(title, columns, leading=0), {True: "yes", False: "no"}
     for episode in worst[:_SHOWN]:
         single.add_row(
             str(episode.number),
@@ -254,14 +247,10 @@ def tables(report: ReplayReport) -> list[Table]:
             f"{episode.num_replayed} of {episode.num_steps}",
             f"{episode.max_drift:.3g}",
             "–" if episode.first_step is None else str(episode.first_step),
-            _yes(episode.success_once[0]),
-            _yes(episode.success_once[1]) if episode.failure is None else episode.failure,
+            yes[episode.success_once[0]],
+            yes[episode.success_once[1]] if episode.failure is None else episode.failure,
         )
     return [parts, single]
-
-
-def _yes(flag: bool) -> str:
-    return "yes" if flag else "no"
 
 
 @as_command
