@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from embodied_rl.loggers.base import LoggedRun, Logger
+from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, derived, meaning_of
 from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke, wrapped_lines
 
@@ -16,35 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from embodied_rl.config import LoggerConfig
-
 _GROUPS = (("Episodes", ("episode", "eval")), ("Time", ("speed", "time")), ("Training", ("train",)))
 _LINE_METRICS = ("episode/success", "episode/return", "episode/length", "eval/success", "speed/steps_per_s")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a run beside its steps, and the work after training."""
-
-    max_s: float | None = None
-    """Wall-clock seconds from the user's command to the end; None: no limit."""
-    may_end_early: bool = False
-    """Whether the run may end at a success rate or return."""
-    final_episodes: int = 0
-    """Episodes of the final evaluation."""
-
-    @staticmethod
-    def of(run_config: Mapping[str, Any]) -> Limits:
-        minutes, evaluation = run_config.get("max_minutes"), run_config.get("evaluation") or {}
-        early = any(run_config.get(key) is not None for key in ("stop_at_success", "stop_at_return"))
-        return Limits(None if minutes is None else 60.0 * minutes, early, int(evaluation.get("num_episodes", 0)))
-
-    def bound(self, training_s: float, metrics: Mapping[str, float], elapsed_s: float) -> float:
-        """Seconds to the end of the run, if training takes `training_s` more."""
-        length, speed = metrics.get("episode/length"), metrics.get("speed/steps_per_s", 0.0)
-        # The final evaluation steps as fast as training.
-        whole = training_s + (self.final_episodes * length / speed if length is not None and speed > 0 else 0.0)
-        return whole if self.max_s is None else max(0.0, min(whole, self.max_s - elapsed_s))
 
 
 class ConsoleLogger(Logger):
@@ -53,23 +25,25 @@ class ConsoleLogger(Logger):
     def __init__(
         self,
         total_steps: int,
-        *,
-        title: str = "training",
+        run_config: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
+        *,
         stream: TextIO | None = None,
-        line_interval_s: float = LINE_INTERVAL_S,
-        limits: Limits | None = None,
-        caption: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`title` is shown before the bar, `caption` below the table; without a terminal a line is printed every `line_interval_s`.
-        `limits`: other ends of the run."""
+        """`run_config` gives the title, what ends the run beside its steps, and the work after training."""
         from rich.console import Console
 
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
-        self._total, self._title, self._clock, self._line_interval_s = total_steps, title, clock, line_interval_s
+        self._total, self._clock = total_steps, clock
         self._start_step, self._started_s = resume_step or 0, clock()
-        self._limits, self._caption = limits or Limits(), caption
+        run = run_config or {}
+        sim, evaluation = run.get("sim") or {}, run.get("evaluation") or {}
+        self._title = str(sim.get("task") or sim.get("name") or "training")
+        self._caption = SUCCESS_ENDS if sim.get("success_ends_episode") else ""
+        self._max_minutes: float | None = run.get("max_minutes")
+        self._may_end_early = any(run.get(key) is not None for key in ("stop_at_success", "stop_at_return"))
+        self._final_episodes = int(evaluation.get("num_episodes", 0))
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         """Step and time of the first logged iteration, whose own time includes compiling kernels."""
@@ -78,13 +52,6 @@ class ConsoleLogger(Logger):
         self._next_line_s = -float("inf")
         self._pending = False
         self._is_shown = False
-
-    @classmethod
-    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> ConsoleLogger:
-        sim, limits = run.run_config.get("sim") or {}, Limits.of(run.run_config)
-        title = str(sim.get("task") or sim.get("name") or run.run_dir.name)
-        caption = SUCCESS_ENDS if sim.get("success_ends_episode") else ""
-        return cls(run.total_steps, title=title, resume_step=run.resume_step, limits=limits, caption=caption)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._logged_s = step, self._clock()
@@ -122,15 +89,18 @@ class ConsoleLogger(Logger):
             return None
         if self._first is not None and self._step > self._first[0]:
             done, began = self._step - self._first[0], self._first[1]
-        training = max(0.0, (self._logged_s - began) * (self._total - self._step) / done)
-        return self._limits.bound(training, self._latest, self._elapsed_s())
+        whole = max(0.0, (self._logged_s - began) * (self._total - self._step) / done)
+        length, speed = self._latest.get("episode/length"), self._latest.get("speed/steps_per_s", 0.0)
+        if length is not None and speed > 0:  # the final evaluation steps as fast as training
+            whole += self._final_episodes * length / speed
+        return whole if self._max_minutes is None else max(0.0, min(whole, 60.0 * self._max_minutes - self._elapsed_s()))
 
     def _elapsed_s(self) -> float:
         """Seconds since the user's command, with start-up; without a trainer's clock, since the logger was made."""
         return self._latest.get("speed/wall_clock_s", self._logged_s - self._started_s)
 
     def _left_text(self) -> str:
-        return f"{'≤ ' if self._limits.may_end_early else ''}{clock_text(self.seconds_left())} left"
+        return f"{'≤ ' if self._may_end_early else ''}{clock_text(self.seconds_left())} left"
 
     def _board(self) -> Group:
         from rich.console import Group
@@ -153,7 +123,7 @@ class ConsoleLogger(Logger):
         return bar
 
     def _print_line(self, *, is_last: bool = False) -> None:
-        self._next_line_s, self._pending = self._clock() + self._line_interval_s, False
+        self._next_line_s, self._pending = self._clock() + LINE_INTERVAL_S, False
         parts = [f"step {self._step:,}/{self._total:,} ({min(1.0, self._step / self._total):.0%})"]
         parts += [f"{meaning_of(name).label} {format_metric(name, self._latest[name])}" for name in _LINE_METRICS if name in self._latest]
         shares = time_shares(self._latest)
