@@ -21,7 +21,7 @@ from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation.output import labels
 from embodied_rl.generation.base import Generator
-from embodied_rl.loggers.base import LoggedRun, LoggerGroup
+from embodied_rl.loggers import LoggerGroup
 from embodied_rl.loggers.trackers import TensorBoardLogger, WandbLogger
 from embodied_rl.media.episodes import (
     FilmedEpisode,
@@ -325,10 +325,9 @@ def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[st
     """Add a video to the logs of the checkpoint's run, at its step. Raises MissingExtraError: a logger's packages are missing."""
     run_dir, config = checkpoint.run_dir, checkpoint.config.logger
     # W&B continues the run to which training logged.
-    run = LoggedRun(run_dir, checkpoint.config.to_dict(), checkpoint.config.total_steps, checkpoint.step)
+    of_wandb = run_dir, config.wandb_project, config.wandb_mode, checkpoint.config.to_dict(), checkpoint.step
     for name in names:
-        logger = TensorBoardLogger(run_dir, beside=True) if name == "tensorboard" else WandbLogger.from_config(config, run)
-        with LoggerGroup([logger]) as group:
+        with LoggerGroup([TensorBoardLogger(run_dir, beside=True) if name == "tensorboard" else WandbLogger(*of_wandb)]) as group:
             group.log_video(checkpoint.step, paths[0])
 
 

@@ -6,7 +6,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +30,7 @@ LOGGERS = Registry(
 )
 _BUILT_IN = frozenset(LOGGERS.built_in) - {"mlflow", "trackio"}
 """Loggers with their own keys in the configuration; all others, including users' own, take ``logger.options``."""
-
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """What a logger may know of the run."""
-
-    run_dir: Path
-    """The run's folder; loggers write only inside it."""
-    run_config: Mapping[str, Any]
-    """The whole resolved configuration, for loggers that keep it."""
-    total_steps: int
-    """Environment steps that the run aims at."""
-    resume_step: int | None = None
-    """The step that the run continues from; later rows are dropped, so that no curve is doubled. None: a new run."""
+_OFFERED = ("run_dir", "run_config", "total_steps", "resume_step")
 
 
 class Logger(ABC):
@@ -53,11 +39,6 @@ class Logger(ABC):
     A user's own logger is a subclass. Its constructor gets those of these arguments that it takes: ``run_dir`` (the run's folder),
     ``run_config`` (the whole configuration, plain), ``total_steps``, ``resume_step`` (None: a new run), and its ``logger.options``.
     """
-
-    @classmethod
-    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> Logger:
-        """Make the logger for a run, with the parts of `run` that its constructor takes."""
-        return _made(cls, run)
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -146,27 +127,33 @@ def make_loggers(
     resume_step: int | None = None,
     further: Sequence[Logger] = (),
 ) -> LoggerGroup:
-    """Build the loggers in ``config.names``; `further` ones come last, and the other arguments are those of `LoggedRun`.
-    Raises MissingExtraError: a logger's packages are not installed; UserError: an unknown logger, or a folder that cannot be written."""
+    """Build the loggers in ``config.names`` with those of these arguments that their constructors take, and their options.
+
+    Args:
+        run_dir: the run's folder; loggers write only inside it.
+        run_config: the whole resolved configuration, for loggers that keep it.
+        total_steps: environment steps that the run aims at.
+        resume_step: step that the run continues from; later rows are dropped, so that no curve is doubled. None: a new run.
+        further: loggers that come last.
+
+    Raises MissingExtraError: a logger's packages are not installed; UserError: an unknown logger, or a folder that cannot be written.
+    """
     check_loggers(config)
-    run, loggers = LoggedRun(run_dir, run_config, total_steps, resume_step), list[Logger]()
+    run, loggers = dict(zip(_OFFERED, (run_dir, run_config, total_steps, resume_step), strict=True)), list[Logger]()
     try:
         # The plot reads the curve so far from metrics.jsonl, so the jsonl logger repairs that file first.
         for name in sorted(config.names, key=lambda name: name != "jsonl"):
             cls: type[Logger] = LOGGERS.load(name)
-            own = name not in _BUILT_IN
-            loggers.append(_made(cls, run, config.options.get(name.rpartition(":")[2], {})) if own else cls.from_config(config, run))
+            options = {} if name in _BUILT_IN else config.options.get(name.rpartition(":")[2], {})
+            if name == "wandb":
+                options = {"project": config.wandb_project, "mode": config.wandb_mode}
+            taken = inspect.signature(cls).parameters
+            loggers.append(cls(**{key: value for key, value in run.items() if key in taken}, **options))
     except BaseException:
         LoggerGroup(loggers).close()
         raise
     # Last, so that an exception in one leaves nothing unwritten.
     return LoggerGroup([*loggers, *further])
-
-
-def _made(cls: type[Logger], run: LoggedRun, options: Mapping[str, Any] | None = None) -> Logger:
-    """Make a logger from the parts of the run that its constructor takes, and its options."""
-    taken = {name: value for name, value in vars(run).items() if name in inspect.signature(cls).parameters}
-    return cls(**taken, **(options or {}))
 
 
 def check_loggers(config: LoggerConfig) -> None:
@@ -182,4 +169,4 @@ def check_loggers(config: LoggerConfig) -> None:
         if cls.__abstractmethods__:
             raise UserError(f"'{name}' is not a whole logger: it must define {' and '.join(sorted(cls.__abstractmethods__))}.")
         own = name.rpartition(":")[2]
-        check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=LoggedRun.__annotations__)
+        check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=_OFFERED)

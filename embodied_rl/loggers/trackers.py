@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import append_whole, cannot_write, flat, next_free, write_atomic
-from embodied_rl.loggers.base import LoggedRun, Logger
+from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.meanings import with_aliases
 from embodied_rl.video import gif_size, mp4_as_gif
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
-
-    from embodied_rl.config import LoggerConfig
 
 
 _MAX_PARAMS = 100
@@ -218,10 +216,6 @@ class WandbLogger(Logger):
         # Everything is plotted against environment steps; W&B's own counter only grows and would refuse a resumed step.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-
-    @classmethod
-    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> WandbLogger:
-        return cls(run.run_dir, config.wandb_project, config.wandb_mode, run.run_config, run.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **with_aliases(metrics)})
