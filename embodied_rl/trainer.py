@@ -132,7 +132,9 @@ class Trainer:
     def _build(self, checkpoint: Checkpoint | None, started: Started, undo: ExitStack) -> None:
         config = self.config
         torch.manual_seed(config.seed)
-        folder, base = (None, None) if checkpoint is None else (checkpoint.path, self._base_model(checkpoint))
+        folder, base = None if checkpoint is None else checkpoint.path, None
+        if checkpoint is not None and config.policy.name == "language" and not config.domains:
+            base = base_of(checkpoint, config.policy.model, verify=False)  # the model that an adapter belongs to
         parts = started.build(self.spec, self.run_dir, folder, base)
         self.policy, self.generator, self.method = parts.policy, parts.generator, parts.method
         undo.callback(end_ranks, self.method)
@@ -141,13 +143,6 @@ class Trainer:
             self.recorders = start_recorders(config, self.method.recordable(), self.run_dir, self.command)
         self.engine = make_engine(hybrid_here(config), self.policy, self.generator, self.method, self.manager)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
-
-    def _base_model(self, checkpoint: Checkpoint) -> Path | None:
-        """Folder of the language model that a checkpoint's adapter belongs to; None for a policy without one."""
-        policy = self.config.policy
-        if policy.name != "language" or self.config.domains:
-            return None
-        return base_of(checkpoint, policy.model, verify=False)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

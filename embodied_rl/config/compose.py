@@ -10,7 +10,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -135,15 +134,13 @@ def check_form(override: str, groups: Sequence[str], *, sweep: bool) -> None:
         raise UserError(f"Argument {shown(override)} is not of the form key=value, such as seed=5 or sim=cartpole.{near}")
     if not name or parsed(f"{name}=x") is None:
         raise UserError(f"{shown(key)} in argument {shown(override)} is not a configuration key. Settings are key=value, such as seed=5.")
-    found = parsed(override)
+    found, typed = parsed(override), shlex.quote(f"{key}={quoted_value(value)}")
     if found is None:
-        typed = shlex.quote(f"{key}={quoted_value(value)}")
         raise UserError(
             f"The value of {shown(key)} cannot be read: {shown(value)}. Write lists as [1,2] and mappings as {{a:1}}. Quote text with "
             f"such characters twice, for Hydra and for the shell. Type: {typed}"
         )
     if found.is_sweep_override() and not sweep:
-        typed = shlex.quote(f"{key}={quoted_value(value)}")
         raise UserError(
             f"{shown(override)} has several values, which is a sweep: python -m embodied_rl.train -m {shlex.quote(override)}. Write a "
             f"list as [1,2]. For one text, type: {typed}"
@@ -210,21 +207,30 @@ _TASKS = {"experiment", "sim", "policy", "algorithm", "resume"}
 def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose ``configs/<name>.yaml`` with overrides, as the command line does, into plain values.
     Raises UserError naming the unknown key or choice, and the nearest one."""
-    from hydra import compose
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     _check_choices(overrides)
     overrides = hydra_overrides(overrides)
     try:
-        with _hydra():
-            composed = compose(name, overrides=open_kwargs(overrides))
-        plain = OmegaConf.to_container(composed, resolve=True)
+        return _plain(name, overrides)
     except RecursionError:
         raise UserError(f"{shown(max(overrides, key=len))} is nested too deeply to be read.") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises ValueError for a group set to null
         raise UserError(_explain(error, name, overrides)) from error
+
+
+def _plain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """What Hydra composes of our files and those of installed packages. Raises its errors."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    add_installed_configs()
+    add_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        plain = OmegaConf.to_container(compose(name, overrides=open_kwargs(overrides)), resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
@@ -255,18 +261,6 @@ def _check_given_once(overrides: Sequence[str]) -> None:
             raise UserError(
                 f"{shown(key)} is given twice: {shown(values[key])} and {shown(value)}. Remove one. For a run with each, type: -m {both}"
             )
-
-
-def _hydra() -> AbstractContextManager[None]:
-    """A context in which Hydra composes our files and those of installed packages."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    add_installed_configs()
-    add_resolvers()
-    GlobalHydra.instance().clear()
-    context: AbstractContextManager[None] = initialize_config_dir(str(configs_dir()), version_base="1.3")
-    return context
 
 
 def add_resolvers() -> None:
@@ -399,14 +393,12 @@ def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
 
 def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     text = str(error)
-    choice = re.search(r"Could not find '([\w-]+)/([^']*)'", text) or re.search(r"In '[^']*': Could not find '([\w-]+)/([^']*)'", text)
-    if choice:
+    if choice := re.search(r"Could not find '([\w-]+)/([^']*)'", text):
         group, value = choice.groups()
         kind = {"sim": "Simulator"}.get(group, group.capitalize())
         return f"{kind} {shown(value)} is not known.{did_you_mean(value, group_names(group))}"
-    key = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
-    if key:
-        return _unknown_key(key.group(1), name, overrides)
+    if key := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text):
+        return _unknown_key(key[1] or key[2], name, overrides)
     if "integer string conversion" in text:
         return f"{shown(max(overrides, key=len))} has too many digits to be read."
     if twice := re.search(r"Multiple values for ([\w./-]*\w)", text):
@@ -425,12 +417,8 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
 
 
 def _composes(name: str, override: str) -> bool:
-    from hydra import compose
-    from omegaconf import OmegaConf
-
     try:
-        with _hydra():
-            OmegaConf.to_container(compose(name, overrides=open_kwargs([override])), resolve=True)
+        _plain(name, [override])
     except Exception:  # compose_config reports any error
         return False
     return True
