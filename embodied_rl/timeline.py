@@ -79,7 +79,7 @@ class _Busy:
         return self.total_ns + (now_ns - self.since_ns if self.num_open else 0)
 
 
-class Timeline:
+class Timeline(AbstractContextManager["Timeline"]):
     """Writes spans and counters as they end; safe to call from several threads. The file appears whole, under its name, on `close`."""
 
     def __init__(self, path: Path, *, devices: Mapping[str, str] | None = None) -> None:
@@ -122,7 +122,7 @@ class Timeline:
         """Write a point of a curve (or of several, stacked): ``counter("queue", ready=3, held=7)``."""
         now = time.perf_counter_ns()
         with self._lock:
-            event = {"ph": "C", "pid": os.getpid(), "tid": 0, "ts": self._micros(now), "name": name, "args": values}
+            event = {"ph": "C", "pid": os.getpid(), "tid": 0, "ts": now / 1000, "name": name, "args": values}
             self._write(event)
 
     def curves_of(self, metrics: Mapping[str, float]) -> None:
@@ -160,9 +160,6 @@ class Timeline:
             finally:
                 self._temporary.unlink(missing_ok=True)
 
-    def __enter__(self) -> Timeline:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -181,7 +178,8 @@ class Timeline:
             for busy in self._busy_of(span.role):
                 busy.end(now_ns)
             event: dict[str, Any] = {"ph": "X", "pid": self._row(span.role), "tid": threading.get_native_id()}
-            event |= {"ts": self._micros(span.begin_ns), "dur": (now_ns - span.begin_ns) / 1000, "name": span.name, "cat": span.role}
+            # Not relative to this timeline's begin: the monotonic clock is the machine's, so that files of several processes can be merged.
+            event |= {"ts": span.begin_ns / 1000, "dur": (now_ns - span.begin_ns) / 1000, "name": span.name, "cat": span.role}
             self._write(event | ({"args": span.arguments} if span.arguments else {}))
 
     def _busy_of(self, role: str) -> list[_Busy]:
@@ -197,10 +195,6 @@ class Timeline:
             named = f"{role} ({self._devices[role]})" if role in self._devices else role
             self._write({"ph": "M", "pid": self._roles[role], "name": "process_name", "args": {"name": named}})
         return self._roles[role]
-
-    def _micros(self, at_ns: int) -> float:
-        # Not relative to this timeline's begin: the monotonic clock is the machine's, so that files of several processes can be merged.
-        return at_ns / 1000
 
     def _write(self, event: Mapping[str, Any]) -> None:
         if self._file is None:

@@ -48,7 +48,7 @@ _INTERIM_SEEDS = 2**28
 """Offset of the seeds of interim evaluations, so that choosing a checkpoint by them does not use the final held-out seeds."""
 
 
-class Trainer:
+class Trainer(AbstractContextManager["Trainer"]):
     """One run: `run` trains, `evaluate` plays held-out seeds. Use it as a context manager, so that no process is left running."""
 
     def __init__(
@@ -481,9 +481,6 @@ class Trainer:
             for recorder in self.recorders:
                 stack.callback(recorder.close)
             stack.callback(self._writer.wait)
-
-    def __enter__(self) -> Trainer:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:

@@ -238,12 +238,6 @@ def mp4_as_gif(path: Path, max_bytes: int = MAX_GIF_BYTES) -> bytes:
     return gif_bytes(frames, max(1, round(rate)), max_bytes=max_bytes)
 
 
-def gif_size(data: bytes) -> tuple[int, int]:
-    """(width, height) of an encoded GIF, in pixels."""
-    # Six bytes of signature, then both as little-endian 16-bit numbers.
-    return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
-
-
 def _encode_gif(frames: Sequence[np.ndarray], fps: int, hold_s: float, scale: float, stride: int, colours: int) -> bytes:
     from PIL import Image
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -83,6 +82,7 @@ def load_checkpoints(paths: str, domain: str | None = None, trust: Sequence[str]
 
 def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> OfflineSettings:
     """Settings from the command's arguments. Raises UserError naming an argument that is out of range."""
+    from embodied_rl.algorithms.fitted_q import FittedQConfig
     from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS, OfflineSettings
 
     words = [word.strip() for word in values["estimators"].split(",") if word.strip()]
@@ -90,7 +90,8 @@ def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> Offlin
     assumed = ("gamma", "confidence", "num_samples", "bootstrap", "seed", "min_ess", "max_weight")
     given = Assumptions(**{name: values[name] for name in assumed}, reward_range=_range(values["reward_range"]))
     own = {name: values[name] for name in ("target", "truncation", "task", "horizon", "max_episodes", "num_bins")}
-    return OfflineSettings(given=given, estimators=names, fitted_q=_fitted_q(further, values["seed"]), **own)
+    fitted_q = FittedQConfig.from_dict({"seed": values["seed"]} | {key.removeprefix("fqe."): value for key, value in further.items()})
+    return OfflineSettings(given=given, estimators=names, fitted_q=fitted_q, **own)
 
 
 def _range(text: str | None) -> tuple[float, float] | None:
@@ -103,13 +104,6 @@ def _range(text: str | None) -> tuple[float, float] | None:
     if not -float("inf") < low < high < float("inf"):
         raise UserError(f"reward_range={text} must be two finite numbers, the smaller one first.")
     return low, high
-
-
-def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
-    from embodied_rl.algorithms.fitted_q import FittedQConfig
-
-    data = dataclasses.asdict(FittedQConfig()) | {"seed": seed} | {key.removeprefix("fqe."): value for key, value in further.items()}
-    return FittedQConfig.from_dict(data)
 
 
 # ---- what is shown ----------------------------------------------------------------------------------------------------
@@ -130,22 +124,6 @@ def _table(shown: Shown, caption: str = "") -> Table:
     for row in shown.rows:
         table.add_row(*row)
     return table
-
-
-def document_of(study: OfflineStudy, recording: Recording, command: str, wall_clock_s: float) -> dict[str, Any]:
-    """Content of offline_eval.json: every figure and its provenance."""
-    return {
-        "recording": str(recording.path),
-        "task": recording.spec.task,
-        "recorded_policy": dict(recording.info.policy),
-        "recorded_with": recording.info.command,
-        **study.to_dict(),
-        "wall_clock_s": round(wall_clock_s, 2),
-        "command": command,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "machine": machine(),
-    }
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
@@ -200,7 +178,18 @@ def _show(study: OfflineStudy) -> None:
 def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str, started: float) -> None:
     from embodied_rl.reports.offline import write_offline_report
 
-    document = document_of(study, recording, command, time.perf_counter() - started)
+    document = {
+        "recording": str(recording.path),
+        "task": recording.spec.task,
+        "recorded_policy": dict(recording.info.policy),
+        "recorded_with": recording.info.command,
+        **study.to_dict(),
+        "wall_clock_s": round(time.perf_counter() - started, 2),
+        "command": command,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+    }
     write_atomic(folder / DOCUMENT_FILE, json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
     write_offline_report(folder / REPORT_FILE, study, recording, document)
     print(f"{time.perf_counter() - started:.1f} s. Figures and report: {folder / DOCUMENT_FILE}, {folder / REPORT_FILE}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,14 @@ class Logger(ABC):
         """Write what is pending. Nothing is logged afterwards."""
 
 
-class LoggerGroup(Logger):
+class LoggerGroup(Logger, AbstractContextManager["LoggerGroup"]):
     """Several loggers as one."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self.loggers = tuple(loggers)
-        self._closed = False
+        self._open = ExitStack()
+        for logger in reversed(self.loggers):
+            self._open.callback(logger.close)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # numpy scalars and zero-dimensional tensors become floats once, here.
@@ -104,15 +106,7 @@ class LoggerGroup(Logger):
 
     def close(self) -> None:
         """Close every logger, even if one of them fails, and only once."""
-        if self._closed:
-            return
-        self._closed = True
-        with ExitStack() as stack:
-            for logger in reversed(self.loggers):
-                stack.callback(logger.close)
-
-    def __enter__(self) -> LoggerGroup:
-        return self
+        self._open.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

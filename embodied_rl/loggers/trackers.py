@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import append_whole, cannot_write, flat, next_free, write_atomic
 from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.meanings import with_aliases
-from embodied_rl.video import gif_size, mp4_as_gif
+from embodied_rl.video import mp4_as_gif
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -118,7 +119,7 @@ class TensorBoardLogger(Logger):
         Raises UserError: the mp4 cannot be read."""
         beside = path.with_suffix(".gif")
         data = beside.read_bytes() if beside.is_file() else mp4_as_gif(path)
-        width, height = gif_size(data)
+        width, height = struct.unpack("<HH", data[6:10])  # of a GIF
         image = self._summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=data)
         self._add(step, [self._summary.Value(tag=VIDEO_TAG, image=image)])
 
