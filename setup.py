@@ -1,6 +1,6 @@
 """Packages of the distribution; everything else is in setup.cfg.
 
-The folders configs/ and assets/ lie beside the package in a checkout and inside it in a wheel (embodied_rl/paths.py finds
+The folders configs/ and assets/ lie beside the package in a checkout and inside it in a wheel (embodied_rl/files.py finds
 both). setup.cfg cannot say "find the packages, and these two folders as well".
 """
 

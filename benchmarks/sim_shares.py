@@ -27,7 +27,7 @@ from tables import provenance, text_table
 
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import configure_rendering

@@ -209,3 +209,18 @@ def _json_object(path: Path) -> dict[str, object] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else None
     return None
+
+
+def configs_dir() -> Path:
+    """Folder of configuration files: inside an installed wheel, or beside the package in a checkout."""
+    return _beside("configs")
+
+
+def assets_dir() -> Path:
+    """Folder of meshes, pages and texts, likewise."""
+    return _beside("assets")
+
+
+def _beside(name: str) -> Path:
+    package = Path(__file__).resolve().parent
+    return installed if (installed := package / name).is_dir() else package.parent / name

@@ -26,7 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 
 _parse, _list, _merge = OmegaConf.load, config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 _word = OverridesParser.parse_rule

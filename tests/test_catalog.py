@@ -21,7 +21,7 @@ from embodied_rl.commands.catalog import KINDS, METHODS, entries, main, methods,
 from embodied_rl.config import load_sim_config
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.registry import load_target
 from embodied_rl.sim.factory import SimFactory

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.commands.cli import command_line, explain, loading, run_command, terminal_width
 from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.progress import run_clock, screen_lines, spoke
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys, require_no_run
 from embodied_rl.trust import code_names

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.config import TrainConfig, config_file, group_names
 from embodied_rl.errors import UserError, did_you_mean, shown
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.registry import installed_config_folders, installed_targets
 
 if TYPE_CHECKING:

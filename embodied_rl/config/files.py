@@ -7,7 +7,7 @@ from pathlib import Path
 from embodied_rl.config.building import build
 from embodied_rl.config.run import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.registry import installed_config_folders, installed_targets
 
 

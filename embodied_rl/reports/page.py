@@ -19,8 +19,7 @@ from embodied_rl.checkpoint.card import python_of
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.errors import UserError
 from embodied_rl.evaluation.output import number, number_range, percent, percent_range
-from embodied_rl.files import write_atomic
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir, write_atomic
 from embodied_rl.progress import clock_text, progress_bar, screen_lines
 from embodied_rl.registry import load_target
 from embodied_rl.reporting import RESULTS_FILE, RunSummary, shows_progress, write_results

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from embodied_rl.errors import UserError
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.reading import parse_yaml
 from embodied_rl.registry import installed_config_folders, installed_targets
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir
 from embodied_rl.registry import load_target
 from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim

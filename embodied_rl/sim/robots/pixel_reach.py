@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import from_extra, require_known
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.robots.saved_state import DataState
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec

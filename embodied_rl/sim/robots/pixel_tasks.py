@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.robots.saved_state import DataState

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean, require_known
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir
 from embodied_rl.reading import json_lines
 from embodied_rl.sim.text.answers import KINDS, equal, final_answer, kind_of
 from embodied_rl.sim.text.tasks import TaskSim, TextTask

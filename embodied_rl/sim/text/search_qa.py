@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, require_known
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir
 from embodied_rl.reading import json_lines
 from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn

@@ -7,7 +7,7 @@ import pytest
 
 from embodied_rl.config import group_names, load_sim_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
-from embodied_rl.paths import configs_dir
+from embodied_rl.files import configs_dir
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state

@@ -7,7 +7,7 @@ import pytest
 
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError
-from embodied_rl.paths import assets_dir
+from embodied_rl.files import assets_dir
 from embodied_rl.sim.rendering import configure_rendering, mujoco_backend
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.sim.robots.pixel_tasks import (
