@@ -21,16 +21,15 @@ if "embodied_rl_starts" in sys._xoptions:  # see `embodied_rl.distributed.proces
 
 __version__ = "0.1.0"
 
-_HOMES = dict.fromkeys(("learn", "Run", "load_policy", "LoadedPolicy"), "learn")
-"""{name at the package's top: its module in `embodied_rl.commands`}. Each is imported at first use, because simulator processes import this
-package too."""
+_NAMES = ("learn", "Run", "load_policy", "LoadedPolicy")
+"""Names at the package's top, imported at first use, because simulator processes import this package too."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _NAMES:
         raise AttributeError(f"module 'embodied_rl' has no attribute {name!r}")
-    return getattr(import_module(f"embodied_rl.commands.{_HOMES[name]}"), name)
+    return getattr(import_module("embodied_rl.commands.learn"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_NAMES])

@@ -22,6 +22,7 @@ from embodied_rl.config.hybrid import RayConfig
 from embodied_rl.config.run import LANGUAGE, OF_STEPS, SHARED, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.hybrid.placement import resolve as placed
 from embodied_rl.methods.demonstrations import expert_of, training_sim
 from embodied_rl.policies.build import custom_class
 from embodied_rl.roles.device_lease import plan_here, with_host_threads
@@ -485,7 +486,7 @@ OF_PLACEMENT = (
             not run.on_ray
             and run.kind == "disaggregated"
             and run.machine.gpus
-            and bool(run.roles)  # raises if there are fewer than two
+            and bool(placed(run.hybrid.placement, run.machine))  # raises if there are fewer than two
             and run.ranks + run.hybrid.players > run.num_gpus
             and max(run.num_gpus - run.hybrid.players, 1)
         ),
@@ -626,7 +627,7 @@ WARNINGS = (
 def resolve(config: TrainConfig) -> TrainConfig:
     """Check every rule, and return the configuration with everything that follows from it. Starts nothing.
     Raises UserError: an impossible combination, an unknown name, or a placement that this machine cannot have."""
-    config = _with_tokens(_with_one_staleness(_without_idle_queue(_with_stages(_with_domains(config)))))
+    config = _with_tokens(_with_one_staleness(_with_stages(_with_domains(config))))
     run = Run(config)
     refuse(OF_RUNS, run)
     for task in run.tasks:
@@ -690,23 +691,16 @@ def _with_stages(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, sim=staged(config.sim), domains=domains)
 
 
-def _without_idle_queue(config: TrainConfig) -> TrainConfig:
-    """Remove the groups of a run whose domains all have their own method of single steps."""
-    own, groups = config.algorithm, config.algorithm.groups
-    if groups is None or any(one.groups is not None for one in config.algorithms.values()):
-        return config
-    return dataclasses.replace(
-        config, algorithm=dataclasses.replace(own, groups=None, max_staleness=own.max_staleness or groups.max_staleness)
-    )
-
-
 def _with_one_staleness(config: TrainConfig) -> TrainConfig:
-    """With groups, set `algorithm.max_staleness` to theirs."""
+    """With groups, only theirs; remove the groups of a run whose domains all have their own method of single steps."""
     own, groups = config.algorithm, config.algorithm.groups
-    if groups is None or own.max_staleness == 0 or groups.max_staleness not in (0, own.max_staleness):
+    if groups is None:
         return config
-    groups = dataclasses.replace(groups, max_staleness=own.max_staleness)
-    return dataclasses.replace(config, algorithm=dataclasses.replace(own, max_staleness=0, groups=groups))
+    if not any(one.groups is not None for one in config.algorithms.values()):
+        own = dataclasses.replace(own, groups=None, max_staleness=own.max_staleness or groups.max_staleness)
+    elif own.max_staleness and groups.max_staleness in (0, own.max_staleness):
+        own = dataclasses.replace(own, max_staleness=0, groups=dataclasses.replace(groups, max_staleness=own.max_staleness))
+    return dataclasses.replace(config, algorithm=own)
 
 
 def _with_tokens(config: TrainConfig) -> TrainConfig:
