@@ -160,15 +160,6 @@ def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
         raise cannot_write(run_dir, error) from error
 
 
-def is_gone(run_dir: Path, claim: os.stat_result) -> bool:
-    """Whether a folder was removed, moved or replaced since `claim` (its `os.stat` then)."""
-    try:
-        found = run_dir.stat()
-    except OSError:
-        return True
-    return (found.st_dev, found.st_ino) != (claim.st_dev, claim.st_ino)
-
-
 def announce(text: str) -> None:
     """Print a line for the user on stderr, beside the run's output."""
     print(text, file=sys.stderr, flush=True)

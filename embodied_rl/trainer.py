@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from embodied_rl.resuming import load_method, load_policy, random_states, save_m
 from embodied_rl.roles.components import Started, end_ranks, hybrid_here, start_simulators
 from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.run_folder import announce, is_gone, note_run_id, run_id, write_failure
+from embodied_rl.run_folder import announce, note_run_id, run_id, write_failure
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.stopping import Stopper, WaitStopped
 from embodied_rl.timeline import Timeline, span, timeline_to
@@ -371,8 +372,9 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def require_folder(self) -> None:
         """If the run's folder was removed or moved while it ran, save a checkpoint in a new folder and raise UserError."""
-        if not is_gone(self.run_dir, self._folder):
-            return
+        with suppress(OSError):
+            if os.path.samestat(self.run_dir.stat(), self._folder):
+                return
         gone, self.run_dir = self.run_dir, next_free(self.run_dir.with_name(f"{self.run_dir.name}_rescued"))
         with suppress(UserError):
             self._writer.wait()

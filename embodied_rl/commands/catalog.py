@@ -175,7 +175,8 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
     data = yaml.safe_load(text) or {}
     extra = _extra(group, name, data)
     installed = extra is None or not any(missing_distributions(name) for name in extra.split(","))
-    comments = _comments(text)
+    lines = (line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#"))
+    comments = [words for words in lines if words and not words.startswith("@package")]  # without Hydra's own directives
     # "# With: policy=cnn" names other required choices: the default policy cannot read pixels, for one.
     further = [line.removeprefix(_WITH).strip() for line in comments if line.startswith(_WITH)]
     command = " ".join([f"python -m embodied_rl.train {group}={name}", *further])
@@ -201,12 +202,6 @@ def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
             if chosen == "policy" and value == "language":
                 found.append("language")
     return ",".join(dict.fromkeys(extra for extra in found if extra is not None)) or None
-
-
-def _comments(text: str) -> list[str]:
-    """Text of the comment lines, without Hydra's own directives."""
-    lines = (line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#"))
-    return [words for words in lines if words and not words.startswith("@package")]
 
 
 def _print_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:

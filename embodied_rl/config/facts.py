@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.composition import OF_ROLLOUTS, compose
@@ -93,22 +92,9 @@ class Run:
         return not self.is_small and not self.speaks
 
     @property
-    def model_folder(self) -> Path | None:
-        return Path(self.policy.path) if isinstance(self.policy, policies.OpenVLAPolicyConfig | policies.PI0PolicyConfig) else None
-
-    @property
     def values_steps(self) -> bool:
         """Whether the policy gives a value for each step of a chunk."""
         return isinstance(self.policy, policies.TinyVLAConfig | policies.OpenVLAOFTPolicyConfig) and self.policy.value == "action"
-
-    @property
-    def value_of(self) -> str:
-        return "action" if self.values_steps else "chunk"
-
-    @property
-    def draws_tokens(self) -> bool:
-        """Whether the policy samples action tokens at a temperature."""
-        return policies.draws_tokens(self.policy)
 
     @property
     def has_adapter(self) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from embodied_rl.algorithms.composition import compose
@@ -317,7 +318,11 @@ OF_TASKS = (
     ),
     Rule(
         "no_model_folder",
-        lambda run: run.model_folder is not None and run.config.resume is None and not run.model_folder.is_dir(),
+        lambda run: (
+            isinstance(run.policy, policies.OpenVLAPolicyConfig | policies.PI0PolicyConfig)
+            and run.config.resume is None
+            and not Path(run.policy.path).is_dir()
+        ),
         "policy.path='{policy.path}' is not a folder. Give the folder of a checkpoint, with config.json, safetensors files and a "
         "tokenizer.",
     ),
@@ -340,9 +345,14 @@ OF_TASKS = (
     ),
     Rule(
         "values_of_steps",
-        lambda run: run.gives_others and run.values_steps != (run.algorithm.advantage == "gae_action") and run.algorithm.cloning is None,
+        lambda run: (
+            run.gives_others
+            and run.algorithm.cloning is None
+            and run.values_steps != (run.algorithm.advantage == "gae_action")
+            and ("action" if run.values_steps else "chunk")
+        ),
         "policy.value=action (a value for each step of a chunk) and algorithm.advantage=gae_action need each other: got "
-        "policy.value={run.value_of} and algorithm.advantage={algorithm.advantage}.",
+        "policy.value={found} and algorithm.advantage={algorithm.advantage}.",
     ),
     Rule(
         "chunks_of_one",
@@ -427,7 +437,7 @@ EVALUATION = (
     ),
     Rule(
         "nothing_drawn",
-        lambda run: run.config.evaluation.temperature is not None and not any(task.draws_tokens for task in run.tasks),
+        lambda run: run.config.evaluation.temperature is not None and not any(policies.draws_tokens(task.policy) for task in run.tasks),
         "evaluation.temperature={config.evaluation.temperature:g} applies to action tokens (tiny_vla, openvla, openvla_oft), and "
         "policy.name={policy.name} samples none: set it to null.",
     ),
