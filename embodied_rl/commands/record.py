@@ -152,7 +152,7 @@ def record(
         if plan.only_success and not spec.reports_success:
             raise UserError(f"Task '{spec.task}' reports no success: only_success=true would keep no episode.")
         player, who = _player(policy, spec, sim, checkpoint=checkpoint, expert=target, sample=sample, noise_seed=plan.noise_seed)
-        about = {"plan": dataclasses.asdict(plan), "showing": dataclasses.asdict(showing), "machine": machine()}
+        about: dict[str, Any] = {"plan": dataclasses.asdict(plan), "showing": dataclasses.asdict(showing), "machine": machine()}
         about |= {} if checkpoint is None else {"checkpoint": str(checkpoint.path)}
         info = RecordingInfo(
             spec=spec,
