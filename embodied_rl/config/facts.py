@@ -13,7 +13,8 @@ from embodied_rl.config import policy as policies
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, RewardConfig
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.run import SimConfig, TrainConfig
-from embodied_rl.hybrid.placement import Cluster
+from embodied_rl.hybrid.placement import Cluster, Placement
+from embodied_rl.hybrid.placement import resolve as placed
 from embodied_rl.roles.local_devices import LocalDevices, plan_devices, this_machine
 from embodied_rl.sim.text.program import is_program
 
@@ -144,6 +145,11 @@ class Run:
     @property
     def num_gpus(self) -> int:
         return len(self.machine.gpus)
+
+    @cached_property
+    def roles(self) -> Placement:
+        """Placement of the roles on this machine. Raises UserError for devices that it lacks."""
+        return placed(self.hybrid.placement, self.machine)
 
     @cached_property
     def devices(self) -> LocalDevices:

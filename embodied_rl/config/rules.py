@@ -23,7 +23,6 @@ from embodied_rl.config.hybrid import RayConfig
 from embodied_rl.config.run import LANGUAGE, OF_STEPS, SHARED, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.hybrid.placement import resolve as placed
 from embodied_rl.methods.demonstrations import expert_of, training_sim
 from embodied_rl.policies.build import custom_class
 from embodied_rl.roles.device_lease import plan_here, with_host_threads
@@ -496,7 +495,7 @@ OF_PLACEMENT = (
             not run.on_ray
             and run.kind == "disaggregated"
             and run.machine.gpus
-            and bool(placed(run.hybrid.placement, run.machine))  # raises if there are fewer than two
+            and bool(run.roles)  # raises if there are fewer than two
             and run.ranks + run.hybrid.players > run.num_gpus
             and max(run.num_gpus - run.hybrid.players, 1)
         ),
