@@ -150,16 +150,6 @@ class FilmedEpisode:
         self.frames, self.moments = [self.frames[index] for index in kept], [self.moments[index] for index in kept]
 
 
-def thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
-    """Drop every second picture of all episodes if there are too many; returns the steps between pictures."""
-    longest = max((len(episode.frames) for episode in episodes), default=0)
-    if longest > MAX_STEPS_SHOWN + 1 or sum(episode.num_bytes for episode in episodes) > MAX_BYTES:
-        stride *= 2
-        for episode in episodes:
-            episode.thin(stride)
-    return stride
-
-
 def beside_each_other(views: Sequence[np.ndarray], size: int) -> np.ndarray:
     """One picture [size, cameras · size, 3] of pictures [H, W, 3] uint8 of any size, with their shapes kept."""
     return np.concatenate([fit_square(np.ascontiguousarray(picture), size) for picture in views], axis=1)
@@ -240,8 +230,6 @@ class PictureSink(Sink):
 
     def __init__(self, recording: Recording, number: int, episode: RecordedEpisode, size: int, stride: int) -> None:
         self.filmed = _empty(recording, number, episode)
-        self.is_whole = False
-        """Whether the replay reached the recorded end."""
         self._episode, self._size, self._stride, self._step = episode, size, stride, 0
 
     def begin(self, row: Mapping[str, Any]) -> None:
@@ -253,8 +241,6 @@ class PictureSink(Sink):
             self._keep(row)
 
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
-        """Record that the replay reached the recorded end."""
-        self.is_whole = True
         return 0
 
     def discard(self) -> None:
@@ -336,30 +322,27 @@ def film(
     Raises UserError: an episode was given up because its simulator failed; SimFault: see `EnvManager`.
     """
     assert not manager.autoreset, "the last picture of an episode is taken before the next one begins"
-    studio = _Studio(manager, seeds, size, num_cameras, selection, estimate, on_episode)
+    studio = _Studio(manager, seeds, size, num_cameras, selection or Selection("first", len(seeds), len(seeds)), estimate, on_episode)
     generator.on_answer = studio.listen
     play_seeds(manager, generator if generator.remembers else StepByStep(generator), seeds, studio)
     return studio.shown()
 
 
+@dataclass
 class _Studio(Watcher):
-    """The pictures so far."""
+    """The pictures so far; see `film`."""
 
-    def __init__(
-        self,
-        manager: EnvManager,
-        seeds: Sequence[int],
-        size: int,
-        num_cameras: int,
-        selection: Selection | None,
-        estimate: Callable[[Observation], np.ndarray] | None,
-        on_episode: Callable[[EpisodeSummary], object] | None,
-    ) -> None:
-        self._manager, self._positions = manager, {seed: position for position, seed in enumerate(seeds)}
-        self._size, self._num_cameras, self._selection = size, num_cameras, selection
-        self._estimate, self._on_episode, self._stride = estimate, on_episode, 1
-        self._returns, self._lengths = np.zeros(manager.num_slots), np.zeros(manager.num_slots, int)
-        self._success = np.zeros(manager.num_slots, bool)
+    manager: EnvManager
+    seeds: Sequence[int]
+    size: int
+    num_cameras: int
+    selection: Selection
+    estimate: Callable[[Observation], np.ndarray] | None
+    on_episode: Callable[[EpisodeSummary], object] | None
+
+    def __post_init__(self) -> None:
+        num_slots, self._stride = self.manager.num_slots, 1
+        self._returns, self._lengths, self._success = np.zeros(num_slots), np.zeros(num_slots, int), np.zeros(num_slots, bool)
         self._running: dict[int, FilmedEpisode] = {}
         self._kept: dict[int, FilmedEpisode] = {}
         self._spoken: dict[int, list[Turn]] = {}
@@ -372,7 +355,7 @@ class _Studio(Watcher):
         self._spoken.setdefault(slot, []).append(turn)
 
     def begun(self, slots: Sequence[int], seeds: Sequence[int], observation: Observation) -> None:
-        spec = self._manager.spec
+        spec = self.manager.spec
         for slot, seed in zip(slots, seeds, strict=True):
             self._returns[slot], self._lengths[slot], self._success[slot] = 0.0, 0, False
             instructions = observation.get("instruction")
@@ -396,35 +379,38 @@ class _Studio(Watcher):
         due = [slot for slot in self._running if slot in over or self._lengths[slot] % self._stride == 0]
         self._take(due, observation, rewards, dict(zip(slots, actions, strict=True)))
         self._spoken.clear()
-        self._stride = thinned([*self._running.values(), *self._kept.values()], self._stride)
+        episodes = [*self._running.values(), *self._kept.values()]
+        longest = max((len(each.frames) for each in episodes), default=0)
+        if longest > MAX_STEPS_SHOWN + 1 or sum(each.num_bytes for each in episodes) > MAX_BYTES:
+            self._stride *= 2
+            for each in episodes:
+                each.thin(self._stride)
         texts = outcome.final_observation.get("text")
         for slot, summary in over.items():
             self._finish(self._running.pop(slot), summary, "" if texts is None else str(texts[slots.index(slot)]))
 
     def shown(self) -> list[FilmedEpisode]:
-        positions = sorted(self._kept)
-        if self._selection is not None and not self._selection.is_known_before:
-            order = self._selection.ranked([self._kept[position].finished for position in positions])
-            positions = [positions[index] for index in order]
-        return [self._kept[position] for position in positions]
+        episodes = [self._kept[seed] for seed in self.seeds if seed in self._kept]
+        if self.selection.is_known_before:
+            return episodes
+        return [episodes[index] for index in self.selection.ranked([episode.finished for episode in episodes])]
 
     def _finish(self, episode: FilmedEpisode, summary: EpisodeSummary, final_text: str) -> None:
         episode.summary, episode.final_text = summary, final_text
         if isinstance(task := summary.final_info.get("task"), str):
             episode.task = task
-        self._kept[self._positions[episode.seed]] = episode
-        selection = self._selection
-        if selection is not None and not selection.is_known_before and len(self._kept) > selection.num_shown:
-            del self._kept[max(self._kept, key=lambda position: selection.rank(self._kept[position].finished))]
-        if self._on_episode is not None:
-            self._on_episode(summary)
+        self._kept[episode.seed] = episode
+        if not self.selection.is_known_before and len(self._kept) > self.selection.num_shown:
+            del self._kept[max(self._kept, key=lambda seed: self.selection.rank(self._kept[seed].finished))]
+        if self.on_episode is not None:
+            self.on_episode(summary)
 
     def _take(self, slots: Sequence[int], observation: Observation, rewards: dict[int, float], actions: dict[int, np.ndarray]) -> None:
-        values = self._estimate(observation) if self._estimate is not None and slots else None
-        for slot, picture in zip(slots, self._manager.render(slots), strict=True):
-            views = np.split(picture, self._num_cameras) if self._num_cameras > 1 else [picture]
+        values = self.estimate(observation) if self.estimate is not None and slots else None
+        for slot, picture in zip(slots, self.manager.render(slots), strict=True):
+            views = np.split(picture, self.num_cameras) if self.num_cameras > 1 else [picture]
             episode, said = self._running[slot], self._spoken.get(slot)
-            episode.frames.append(beside_each_other(views, self._size))
+            episode.frames.append(beside_each_other(views, self.size))
             episode.moments.append(
                 Moment(
                     step=int(self._lengths[slot]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import overload
 
 import numpy as np
+from PIL import Image, ImageDraw
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.config.building import Config
@@ -91,13 +93,11 @@ def _words(episode: FilmedEpisode, overlays: Overlays, frame: np.ndarray) -> lis
     return lines
 
 
-def seed_name(seed: int) -> str:
-    """``held-out seed 3`` for the fourth seed of evaluation, as the commands count them; ``seed 7`` for an explicit seed."""
-    return f"held-out seed {seed - HELD_OUT_START}" if seed >= HELD_OUT_START else f"seed {seed}"
-
-
 def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list[str]:
-    lines = [f"{seed_name(episode.seed)}   step {moment.step}   return {moment.episode_return:.2f}"] if "step" in overlays else []
+    # Seeds of evaluation are shown as the commands count them.
+    number = episode.seed - HELD_OUT_START
+    seed = f"held-out seed {number}" if number >= 0 else f"seed {episode.seed}"
+    lines = [f"{seed}   step {moment.step}   return {moment.episode_return:.2f}"] if "step" in overlays else []
     parts = []
     if "reward" in overlays:
         parts.append(f"reward {moment.reward:.3f}")
@@ -125,8 +125,6 @@ def _wrapped(text: str, frame: np.ndarray) -> list[str]:
 def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> np.ndarray:
     """Pictures of several cameras side by side below a band with their names."""
     named = np.concatenate([np.full((look.strip(1), frame.shape[1], 3), BAND, np.uint8), frame])
-    from PIL import Image, ImageDraw
-
     image = Image.fromarray(named)
     draw = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
@@ -145,8 +143,6 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
         action: [A] in the simulator's units; [1] the number of a choice; None: the band stays empty.
         spec: the simulator's action spec: numbers.
     """
-    from PIL import Image, ImageDraw
-
     look, size = TextLook.of(frame), min(frame.shape[:2])
     # Dimensions without room are left out: the first ones are shown.
     room = frame.shape[1] - 2 * look.pad
@@ -259,8 +255,6 @@ class Pictures(Sequence[np.ndarray]):
 
 def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) -> np.ndarray:
     """A coloured band [h, width, 3] with a policy's name, for tiles of this height."""
-    from PIL import Image, ImageDraw
-
     look = TextLook.of(np.empty((max(tile_height, _SHORTEST_PIXELS), max(width, _SHORTEST_PIXELS), 0)))
     height = look.line + 2 * look.pad
     image = Image.new("RGB", (width, height + height % 2), colour)
@@ -325,12 +319,9 @@ def write_videos(pictures: Sequence[np.ndarray], base: Path, film: Film) -> list
 
 def free_names(base: Path, formats: Sequence[str]) -> list[Path]:
     """File names with one number for all formats of a video, which none of them uses yet."""
-    number = 1
-    while True:
-        name = base.name if number == 1 else f"{base.name}_{number}"
-        if not any(base.with_name(f"{name}.{suffix}").exists() for suffix in formats):
-            return [base.with_name(f"{name}.{suffix}") for suffix in formats]
-        number += 1
+    names = itertools.chain([base.name], (f"{base.name}_{number}" for number in itertools.count(2)))
+    tried = ([base.with_name(f"{name}.{suffix}") for suffix in formats] for name in names)
+    return next(paths for paths in tried if not any(path.exists() for path in paths))
 
 
 def file_name(text: str) -> str:
