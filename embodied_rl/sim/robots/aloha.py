@@ -6,9 +6,8 @@ This simulator uses its scenes, rewards and starting positions unchanged, and dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -81,7 +80,6 @@ class AlohaSim(MujocoSim):
         model = first.model.ptr
         super().__init__(model, [physics.data.ptr for physics in self._physics], Drawing(model), camera, render_size)
         self._drawing.check_camera(camera)
-        self._limit = int(max_episode_steps)
         reach = np.inf if max_target_step_rad is None else float(max_target_step_rad)
         if not reach > 0:
             raise UserError(f"sim.kwargs.max_target_step_rad must be above 0, or null for no limit, got {reach:g}.")
@@ -99,7 +97,7 @@ class AlohaSim(MujocoSim):
             task=task,
             observation=parts,
             action=ActionSpec.continuous(low, high),
-            max_episode_steps=self._limit,
+            max_episode_steps=int(max_episode_steps),
             control_hz=round(1.0 / self._library.constants.DT, 6),
             instruction=instruction,
             reports_success=True,
@@ -107,28 +105,22 @@ class AlohaSim(MujocoSim):
             snapshots="exact",
         )
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for i, seed in zip(env_ids, seeds, strict=True):
-            physics = self._physics[i]
-            # gym-aloha places its objects with a 32-bit seed, which a variable of its module passes on.
-            sample = self._library.utils.sample_box_pose if self._scene == "transfer_cube" else self._library.utils.sample_insertion_pose
-            self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(sample(int(seed) % 2**32)))
-            with physics.reset_context():
-                self._task.initialize_episode(physics)
-            self._elapsed[i] = 0
-            self._observe(i, out)
+    def _begin(self, i: int, seed: int) -> None:
+        physics = self._physics[i]
+        # gym-aloha places its objects with a 32-bit seed, which a variable of its module passes on.
+        sample = self._library.utils.sample_box_pose if self._scene == "transfer_cube" else self._library.utils.sample_insertion_pose
+        self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(sample(seed % 2**32)))
+        with physics.reset_context():
+            self._task.initialize_episode(physics)
 
-    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):
-            physics = self._physics[i]
-            present = self._task.get_qpos(physics)
-            self._task.before_step(np.clip(action, present - self._reach, present + self._reach), physics)
-            physics.step(self._substeps)
-            reward = self._task.get_reward(physics)
-            self._elapsed[i] += 1
-            out.reward[i], out.success[i], out.terminated[i] = reward, reward == SUCCESS_REWARD, False
-            out.truncated[i] = self._elapsed[i] >= self._limit
-            out.info[i] = {"stage": int(reward)}
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        physics = self._physics[i]
+        present = self._task.get_qpos(physics)
+        self._task.before_step(np.clip(action.astype(np.float64), present - self._reach, present + self._reach), physics)
+        physics.step(self._substeps)
+        reward = self._task.get_reward(physics)
+        out.reward[i], out.success[i] = reward, reward == SUCCESS_REWARD
+        out.info[i] = {"stage": int(reward)}
 
     def close(self) -> None:
         super().close()

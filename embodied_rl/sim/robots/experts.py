@@ -25,18 +25,10 @@ _HERE = "embodied_rl.sim.robots"
 ANY_TASK = ""
 
 EXPERTS: dict[str, dict[str, str]] = {
-    f"{_HERE}.maniskill:make": {
-        "PushCube": f"{_HERE}.experts:PushCubeExpert",
-        "PickCube": f"{_HERE}.experts:PickCubeExpert",
-        "StackCube": f"{_HERE}.experts:StackCubeExpert",
-        "LiftPegUpright": f"{_HERE}.experts:LiftPegUprightExpert",
-    },
+    f"{_HERE}.maniskill:make": {task: f"{_HERE}.experts:{task}Expert" for task in ("PushCube", "PickCube", "StackCube", "LiftPegUpright")},
     f"{_HERE}.metaworld:make": {ANY_TASK: f"{_HERE}.experts:MetaWorldExpert"},
     f"{_HERE}.gymnasium_robotics:make": {
-        "FetchReach": f"{_HERE}.experts:FetchReachExpert",
-        "FetchReachDense": f"{_HERE}.experts:FetchReachExpert",
-        "FetchPush": f"{_HERE}.experts:FetchPushExpert",
-        "FetchPushDense": f"{_HERE}.experts:FetchPushExpert",
+        f"{task}{reward}": f"{_HERE}.experts:{task}Expert" for task in ("FetchReach", "FetchPush") for reward in ("", "Dense")
     },
     f"{_HERE}.pixel_reach:PixelReach": {"PixelReach": f"{_HERE}.experts:PixelReachExpert"},
     f"{_HERE}.pixel_tasks:PixelTasks": {ANY_TASK: f"{_HERE}.pixel_tasks:PixelTasksExpert"},
@@ -236,7 +228,7 @@ class PandaMotion:
 
 class _PandaExpert:
     def __init__(self, sim: SimEnv, env_id: int) -> None:
-        from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
+        from embodied_rl.sim.robots.maniskill import ManiSkillSim
 
         assert isinstance(sim, ManiSkillSim), "its task names this expert"
         self.env = sim.envs[env_id]

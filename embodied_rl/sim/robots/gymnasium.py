@@ -5,6 +5,7 @@ Gymnasium (Towers et al. 2024, "Gymnasium: A Standard Interface for Reinforcemen
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import EnvCreator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
@@ -21,7 +21,7 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint, process_state_kept
 from embodied_rl.sim.robots import spaces
-from embodied_rl.sim.robots.mujoco_model import Physics, draw_from, model_cameras, physics_of
+from embodied_rl.sim.robots.mujoco_model import draw_from, model_cameras, physics_of
 from embodied_rl.sim.robots.saved_state import EnvState, layers_of
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers
@@ -128,31 +128,27 @@ def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
     """``gymnasium.make`` with errors that name the nearest id or the missing extra, and with rendering to arrays if the task offers it."""
     env_spec = find_spec(task)
     try:
-        if "render_mode" not in kwargs and "rgb_array" in _render_modes(env_spec.entry_point):
-            kwargs["render_mode"] = "rgb_array"
+        point = env_spec.entry_point
+        made = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
+        if isinstance(made, type) and issubclass(made, gymnasium.Env) and "rgb_array" in made.metadata.get("render_modes", []):
+            kwargs.setdefault("render_mode", "rgb_array")
         return gymnasium.make(env_spec.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise MissingExtraError(f"Gymnasium task '{task}'", extra, error) from error
 
 
-def _render_modes(entry_point: EnvCreator | str | None) -> list[str]:
-    creator = gymnasium.envs.registration.load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    return creator.metadata.get("render_modes", []) if isinstance(creator, type) and issubclass(creator, gymnasium.Env) else []
-
-
 def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
     """Raise UserError if an environment's spaces differ from the first one's: one slab holds all of them."""
 
-    def shown(env: gymnasium.Env) -> list[tuple[Any, ...]]:
-        return [(part.path, part.spec) for part in spaces.observation_parts(env.observation_space)]
+    def shown(space: gymnasium.Space) -> list[tuple[Any, ...]]:
+        return [(part.path, part.spec) for part in spaces.observation_parts(space)]
 
-    first = envs[0]
     for number, env in enumerate(envs[1:], start=1):
-        rule = "environments of one simulator must have the same"
-        if env.observation_space != first.observation_space and shown(env) != shown(first):
-            raise UserError(f"The {rule} observations: environment 0 has {first.observation_space}, {number} has {env.observation_space}.")
-        if env.action_space != first.action_space and spaces.action_spec(env.action_space) != spaces.action_spec(first.action_space):
-            raise UserError(f"The {rule} actions: environment 0 has {first.action_space}, {number} has {env.action_space}.")
+        for what, name, adapted in (("observations", "observation_space", shown), ("actions", "action_space", spaces.action_spec)):
+            first, other = getattr(envs[0], name), getattr(env, name)
+            if other != first and adapted(other) != adapted(first):
+                rule = f"The environments of one simulator must have the same {what}"
+                raise UserError(f"{rule}: environment 0 has {first}, {number} has {other}.")
 
 
 def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, Any, Any, Any, Any]]:
@@ -194,11 +190,12 @@ class GymnasiumSim(SimEnv):
         task: name in the spec; by default the registered id.
         exact_snapshots: the whole state of these environments is known to be where `EnvState` looks. Otherwise the spec says
             "replay", since an unknown environment may keep its state anywhere.
+        **declared: further fields of the spec: ``instruction``, ``control_hz``, …
 
     Raises UserError: an observation or action space that cannot be adapted, or that differs from one environment to the next.
     """
 
-    def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
+    def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False, **declared: Any) -> None:
         self.envs = list(envs)
         first = self.envs[0]
         if not isinstance(first, gymnasium.Env):
@@ -207,12 +204,13 @@ class GymnasiumSim(SimEnv):
         shared: dict[str, bytes] = {}
         self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
         self._random = [PrivateRandom() for _ in self.envs]
-        self._physics: dict[int, Physics] = {}  # filled on demand
+        self._physics = functools.cache(lambda env_id: physics_of(self.envs[env_id]))
         self._write = spaces.row_writer(spaces.observation_parts(first.observation_space))
         _check_alike(self.envs)
         spec = _spec_of(first, first.observation_space, first.action_space, task)
         self._success_key, self._draws_while_stepping = self._probe(first, spec)
-        self.spec = replace(spec, reports_success=self._success_key is not None, snapshots="exact" if exact_snapshots else "replay")
+        declared |= {"reports_success": self._success_key is not None, "snapshots": "exact" if exact_snapshots else "replay"}
+        self.spec = replace(spec, **declared)
         self._steps = [short_step(env) for env in self.envs]
         self._to_action = spaces.action_converter(first.action_space)
         found = [on_demand(env) for env in self.envs]
@@ -220,8 +218,7 @@ class GymnasiumSim(SimEnv):
         self._observing = True
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        # Every reset of gymnasium does what "reconfigure" requests, and tasks may reject options that they do not know.
-        passed = {key: value for key, value in (options or {}).items() if key != "reconfigure"} or None
+        passed = _passed(options) or None
         for i, seed in zip(env_ids, seeds, strict=True):
             env, seed = self.envs[i], int(seed)
             with self._random[i].active(seed):
@@ -247,17 +244,14 @@ class GymnasiumSim(SimEnv):
                 self._put(out, i, self._on_demand[i].observe(), "A step")
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        if self._draws_while_stepping:
-            with process_state_kept():
-                for row, i in enumerate(env_ids):
-                    with self._random[i].taken():
-                        self._step([i], actions[row : row + 1], out)
-        else:
-            self._step(env_ids, actions, out)
-
-    def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         try:
-            self._step_rows(env_ids, actions, out)
+            if self._draws_while_stepping:
+                with process_state_kept():
+                    for row, i in enumerate(env_ids):
+                        with self._random[i].taken():
+                            self._step_rows([i], actions[row : row + 1], out)
+            else:
+                self._step_rows(env_ids, actions, out)
         except (ValueError, TypeError, AttributeError) as error:
             if not _is_ours(error):
                 raise
@@ -281,9 +275,7 @@ class GymnasiumSim(SimEnv):
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8. Raises UserError if the task or this machine cannot render."""
-        if not self.spec.can_render:
-            raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
-        return _picture(self.envs[env_id].render(), self.spec.task)
+        return _picture(self.spec, self.envs[env_id].render)
 
     def film_cameras(self, env_id: int) -> list[str]:
         """See `SimEnv`: cameras of a MuJoCo model; none for other environments."""
@@ -301,13 +293,10 @@ class GymnasiumSim(SimEnv):
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         """See `SimEnv` and `embodied_rl.sim.robots.mujoco_model`."""
-        if (found := self._physics.get(env_id)) is None:
-            found = self._physics[env_id] = physics_of(self.envs[env_id])
-        return found.get()
+        return self._physics(env_id).get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        self.physics(env_id)
-        self._physics[env_id].set(state)
+        self._physics(env_id).set(state)
 
     def _state(self, env_id: int) -> EnvState:
         if self._states is None:
@@ -319,25 +308,10 @@ class GymnasiumSim(SimEnv):
             env.close()
 
     def _probe(self, env: gymnasium.Env, spec: SimSpec) -> tuple[str | None, bool]:
-        """Take one step to find the key of success, and whether stepping draws from process-wide generators.
-
-        Every episode begins with a seeded reset, so the step leaves no trace. Raises UserError: the answers are not gymnasium's.
-        """
+        """Key of success, and whether stepping draws from process-wide generators. Raises UserError: the answers are not gymnasium's."""
         row = StepBuffers.allocate(spec, 1).observation
         with self._random[0].active(0):
-            env.action_space.seed(0)
-            try:
-                answer = env.reset(seed=0, options=None)
-            except TypeError as error:
-                if "unexpected keyword" not in str(error):
-                    raise
-                raise UserError(f"`reset` of '{spec.task}' must take seed and options, as gymnasium's environments do: {error}.") from error
-            first, reset_info = _parts_of(answer, "reset", "observation, info")
-            before = fingerprint()
-            stepped = env.step(env.action_space.sample())
-            draws = fingerprint() != before
-        second, *numbers, step_info = _parts_of(stepped, "step", "observation, reward, terminated, truncated, info")
-        key = next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
+            first, (second, *numbers, step_info), key, draws = _tried(env, spec.task)
         success = False if (found := step_info.get(key)) is None else found
         for name, value in zip(("reward", "terminated", "truncated", key), (*numbers, success), strict=True):
             if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf":
@@ -348,6 +322,32 @@ class GymnasiumSim(SimEnv):
         except ValueError as error:
             raise UserError(f"'{spec.task}' does not keep to its observation space: {brief(error)}.") from error
         return key, draws
+
+
+def _tried(env: gymnasium.Env | VectorEnv, task: str) -> tuple[Any, tuple[Any, ...], str | None, bool]:
+    """Take one step: (first observation, the step's answer, the key of success, whether process-wide generators drew).
+
+    Every episode begins with a seeded reset, so the step leaves no trace. Raises UserError: the answers are not gymnasium's.
+    """
+    env.action_space.seed(0)
+    try:
+        answer = env.reset(seed=0, options=None)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise UserError(f"`reset` of '{task}' must take seed and options, as gymnasium's environments do: {error}.") from error
+    first, reset_info = _parts_of(answer, "reset", "observation, info")
+    before = fingerprint()
+    stepped = env.step(env.action_space.sample())
+    draws = fingerprint() != before
+    stepped = _parts_of(stepped, "step", "observation, reward, terminated, truncated, info")
+    key = next((key for key in spaces.SUCCESS_KEYS if key in stepped[-1] or key in reset_info), None)
+    return first, stepped, key, draws
+
+
+def _passed(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options for gymnasium's `reset`: each does what "reconfigure" requests, and tasks may reject options that they do not know."""
+    return {key: value for key, value in (options or {}).items() if key != "reconfigure"}
 
 
 def _unlike(task: str, what: str, error: Exception) -> WrongShapeError:
@@ -362,11 +362,15 @@ def _check_spaces(env: gymnasium.Env | VectorEnv, *names: str) -> None:
             raise UserError(f"{type(env).__name__}.{name} must be a gymnasium.Space, got {space!r:.80}.")
 
 
-def _picture(frame: Any, task: str) -> np.ndarray:
-    """[H, W, 3] uint8. Raises UserError for what `render` returned instead."""
-    shape = np.shape(frame)
+def _picture(spec: SimSpec, render: Callable[[], Any]) -> np.ndarray:
+    """[H, W, 3] uint8. Raises UserError if there are no pictures, and for what `render` returned instead."""
+    if not spec.can_render:
+        raise UserError(f"Task '{spec.task}' was made without render_mode='rgb_array', or cannot render.")
+    shape = np.shape(frame := render())
     if len(shape) != 3 or shape[2] != 3 or not all(shape):
-        raise UserError(f"`render` of '{task}' must return an array [H, W, 3] with render_mode='rgb_array', got {shape or frame!r:.80}.")
+        raise UserError(
+            f"`render` of '{spec.task}' must return an array [H, W, 3] with render_mode='rgb_array', got {shape or frame!r:.80}."
+        )
     return np.asarray(frame, np.uint8)
 
 
@@ -413,8 +417,8 @@ class VectorEnvSim(SimEnv):
         _disable_autoreset(env)
         self.env = env
         parts = spaces.observation_parts(env.single_observation_space)
-        self._success_key = self._probe()
         spec = _spec_of(env, env.single_observation_space, env.single_action_space, task)
+        *_, self._success_key, _ = _tried(env, spec.task)
         self.spec = replace(spec, reports_success=self._success_key is not None, snapshots="none", steps_together=True)
         self._write = spaces.row_writer(parts)
         self._to_action = spaces.action_converter(env.single_action_space)
@@ -426,7 +430,7 @@ class VectorEnvSim(SimEnv):
         asked: Any = [0] * self.env.num_envs  # gymnasium annotates int; vector environments take a list
         for i, seed in zip(env_ids, seeds, strict=True):
             chosen[i], asked[i] = True, int(seed)
-        passed: dict[str, Any] = {key: value for key, value in (options or {}).items() if key != "reconfigure"}
+        passed = _passed(options)
         if not chosen.all():
             passed["reset_mask"] = chosen
         observation, _ = self.env.reset(seed=asked, options=passed or None)
@@ -464,21 +468,10 @@ class VectorEnvSim(SimEnv):
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8. Raises UserError if the vector environment cannot render."""
-        if not self.spec.can_render:
-            raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
-        frames = self.env.render()
-        assert frames is not None, "it was made to draw"
-        return _picture(frames[env_id], self.spec.task)
+        return _picture(self.spec, lambda: self.env.render()[env_id])  # type: ignore[index]
 
     def close(self) -> None:
         self.env.close()
-
-    def _probe(self) -> str | None:
-        _, reset_info = _parts_of(self.env.reset(seed=0), "reset", "observation, info")
-        self.env.action_space.seed(0)
-        answer = self.env.step(self.env.action_space.sample())
-        *_, step_info = _parts_of(answer, "step", "observation, reward, terminated, truncated, info")
-        return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
 
 
 def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str | None) -> SimSpec:

@@ -7,12 +7,10 @@ Fetch arm and Shadow hand (Plappert et al. 2018, arXiv:1802.09464), Adroit hand 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import math
 import operator
 import warnings
-from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -89,13 +87,15 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
 
     Raises MissingExtraError; UserError: unknown task or argument.
     """
-    known = set(tasks())
-    require_known(task, known, f"gymnasium-robotics task '{task}' is not known.")
+    require_known(task, set(tasks()), f"gymnasium-robotics task '{task}' is not known.")
     family = _family(str(gymnasium.spec(task).entry_point))
-    words = _instruction(task)
+    words = next((words for beginning, words in INSTRUCTIONS.items() if task.startswith(beginning)), None)
     if family == "franka_kitchen":
         names = named(kwargs.get("tasks_to_complete", KITCHEN_TASKS))
-        _check_kitchen(names)
+        for name in names:
+            require_known(name, KITCHEN_WORDS, f"The kitchen has no task '{name}'.")
+        if not names:
+            raise UserError("sim.kwargs.tasks_to_complete is empty: name at least one of " + ", ".join(KITCHEN_WORDS) + ".")
         words = ", ".join(KITCHEN_WORDS[name] for name in names)
         kwargs = {"terminate_on_tasks_completed": False, **kwargs, "tasks_to_complete": names}
     envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
@@ -103,10 +103,8 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
         cheapen_rendering(inner(env))
         know_indices(env)
     wrapped = [_flat(env, family) for env in envs]
-    sim = GymnasiumSim(wrapped, task=task, exact_snapshots=True)
     # The frame rate that kitchen and mazes report is not their control rate.
-    sim.spec = dataclasses.replace(sim.spec, instruction=words, control_hz=control_hz(inner(envs[0])))
-    return sim
+    return GymnasiumSim(wrapped, task=task, exact_snapshots=True, instruction=words, control_hz=control_hz(inner(envs[0])))
 
 
 def inner(env: gymnasium.Env) -> gymnasium.Env:
@@ -123,26 +121,10 @@ def _flat(env: gymnasium.Env, family: str) -> gymnasium.Env:
     return env
 
 
-def _instruction(task: str) -> str | None:
-    return next((words for beginning, words in INSTRUCTIONS.items() if task.startswith(beginning)), None)
-
-
 def _family(entry_point: str) -> str:
     """Family in an entry point: "fetch" for "gymnasium_robotics.envs.fetch.push:MujocoFetchPushEnv"."""
     module = entry_point.partition(":")[0].split(".")
     return module[2] if module[:2] == ["gymnasium_robotics", "envs"] and len(module) > 2 else ""
-
-
-def _check_kitchen(names: Sequence[str]) -> None:
-    for name in names:
-        require_known(name, KITCHEN_WORDS, f"The kitchen has no task '{name}'.")
-    if not names:
-        raise UserError("sim.kwargs.tasks_to_complete is empty: name at least one of " + ", ".join(KITCHEN_WORDS) + ".")
-
-
-def _parts_of(env: gymnasium.Env) -> spaces.Dict:
-    assert isinstance(env.observation_space, spaces.Dict), env
-    return env.observation_space
 
 
 class GoalState(gymnasium.ObservationWrapper):
@@ -150,10 +132,10 @@ class GoalState(gymnasium.ObservationWrapper):
 
     def __init__(self, env: gymnasium.Env, with_achieved: bool = False) -> None:
         super().__init__(env)
-        space = _parts_of(env)
         keys = ("observation", "achieved_goal", "desired_goal") if with_achieved else ("observation", "desired_goal")
         self._parts = operator.itemgetter(*keys)
-        size = sum(spaces.flatdim(part) for part in self._parts(space.spaces))
+        assert isinstance(env.observation_space, spaces.Dict), env
+        size = sum(spaces.flatdim(part) for part in self._parts(env.observation_space.spaces))
         self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float64)
 
     def observation(self, observation: dict[str, np.ndarray]) -> np.ndarray:
@@ -165,7 +147,7 @@ class KitchenState(gymnasium.ObservationWrapper):
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        self.observation_space = _parts_of(env)["observation"]
+        self.observation_space = env.observation_space["observation"]  # type: ignore[index]
 
     def observation(self, observation: dict[str, Any]) -> np.ndarray:
         return observation["observation"]
@@ -272,15 +254,7 @@ class KnownIndices:
 
     def functions(self) -> SimpleNamespace:
         """All names of the module `utils`."""
-        own = {
-            "robot_get_obs": self.robot_get_obs,
-            "ctrl_set_action": self.ctrl_set_action,
-            "mocap_set_action": self.mocap_set_action,
-            "get_site_xpos": self.get_site_xpos,
-            "get_site_xmat": self.get_site_xmat,
-            "get_site_xvelp": self.get_site_xvelp,
-            "get_site_xvelr": self.get_site_xvelr,
-        }
+        own = {name: getattr(self, name) for name in vars(KnownIndices) if not name.startswith("_") and name in vars(self._utils)}
         return SimpleNamespace(**{**vars(self._utils), **own})
 
     def robot_get_obs(self, model: MjModel, data: MjData, joint_names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -319,12 +293,10 @@ class KnownIndices:
 
     def get_site_xvelp(self, model: MjModel, data: MjData, name: str) -> np.ndarray:
         """[3] m/s"""
-        jacobian = np.zeros((3, model.nv))
-        self._mujoco.mj_jacSite(model, data, jacobian, None, self._sites[name])
+        self._mujoco.mj_jacSite(model, data, jacobian := np.zeros((3, model.nv)), None, self._sites[name])
         return jacobian @ data.qvel
 
     def get_site_xvelr(self, model: MjModel, data: MjData, name: str) -> np.ndarray:
         """[3] rad/s"""
-        jacobian = np.zeros((3, model.nv))
-        self._mujoco.mj_jacSite(model, data, None, jacobian, self._sites[name])
+        self._mujoco.mj_jacSite(model, data, None, jacobian := np.zeros((3, model.nv)), self._sites[name])
         return jacobian @ data.qvel

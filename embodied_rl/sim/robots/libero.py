@@ -188,13 +188,12 @@ class LiberoSim(RobosuiteSim):
     def task_at(self, env_id: int) -> str:
         return self._present[env_id]
 
-    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        super().advance(env_ids, actions, out)
-        out.terminated[list(env_ids)] = False  # LIBERO's "done" is success, which we report without ending the episode
-        for i in env_ids:
-            out.info[i] = {**(out.info[i] or {}), "task": self._present[i]}
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        super()._advance(i, action, out)
+        out.terminated[i] = False  # LIBERO's "done" is success, which we report without ending the episode
+        out.info[i] = {**(out.info[i] or {}), "task": self._present[i]}
 
-    def _begin(self, i: int, seed: int) -> Mapping[str, np.ndarray]:
+    def _first(self, i: int, seed: int) -> Mapping[str, np.ndarray]:
         from robosuite.utils.errors import RandomizationError
 
         task, number = self.task_of(seed)

@@ -23,7 +23,7 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
-from embodied_rl.sim.robots.mujoco_model import camera_in_use
+from embodied_rl.sim.robots.mujoco_model import camera_in_use, model_cameras
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
@@ -65,14 +65,13 @@ def make(
 
     Raises MissingExtraError; UserError: unknown task, camera or choice of `one_hot`, or an empty list of tasks.
     """
-    classes = _classes()
     if tasks is None and task not in SETS:
-        return _single(task, classes, num_envs, camera, render_size)
+        return _single(task, num_envs, camera, render_size)
     names = named(tasks) if tasks is not None else task_set(task)
     if not names:
         raise UserError("sim.kwargs.tasks is empty: name at least one Meta-World task, or leave it out.")
     for name in names:
-        _check_task(name, classes)
+        _class_of(name)
     return MultiTaskSim(num_envs, task, names, camera, render_size, one_hot, ahead)
 
 
@@ -83,17 +82,17 @@ def task_set(name: str) -> list[str]:
     return list({"MT10": env_dict.MT10_V3, "MT25": env_dict.MT25_V3, "MT50": env_dict.MT50_V3}[name])
 
 
-def _single(task: str, classes: Mapping[str, type], num_envs: int, camera: str, render_size: int) -> GymnasiumSim:
-    _check_task(task, classes)
-    envs = [SeededTask(classes[task], camera, render_size) for _ in range(num_envs)]
-    sim = GymnasiumSim(envs, task=task, exact_snapshots=True)
-    sim.spec = dataclasses.replace(sim.spec, max_episode_steps=envs[0].max_path_length, instruction=instruction(task))
-    return sim
+def _single(task: str, num_envs: int, camera: str, render_size: int) -> GymnasiumSim:
+    task_class = _class_of(task)
+    envs = [SeededTask(task_class, camera, render_size) for _ in range(num_envs)]
+    limit = envs[0].max_path_length
+    return GymnasiumSim(envs, task=task, exact_snapshots=True, max_episode_steps=limit, instruction=instruction(task))
 
 
-def _check_task(task: str, classes: Mapping[str, type]) -> None:
-    if task not in classes:
+def _class_of(task: str) -> type:
+    if task not in (classes := _classes()):
         raise UserError(f"Meta-World task '{task}' is not known.{did_you_mean(task, [*classes, *SETS])}")
+    return classes[task]
 
 
 def instruction(task: str) -> str:
@@ -120,7 +119,7 @@ class MultiTaskSim(SimEnv):
         self._camera, self._render_size = camera, render_size
         self._stock: dict[str, list[GymnasiumSim]] = {task: [] for task in self.tasks}
         for task in self.tasks if ahead else self.tasks[:1]:
-            self._stock[task].append(self._build(task))
+            self._stock[task].append(_single(task, 1, camera, render_size))
         single = self._stock[self.tasks[0]][0].spec
         parts: dict[str, TensorSpec | VariableSpec] = {**single.observation, "instruction": VariableSpec("text", 1024)}
         self._one_hot, self._codes = one_hot, np.eye(len(self.tasks), dtype=np.float32)
@@ -194,12 +193,9 @@ class MultiTaskSim(SimEnv):
                 return running[1]
             self._stock[running[0]].append(running[1])
         stock = self._stock[task]
-        sim = stock.pop() if stock else self._build(task)
+        sim = stock.pop() if stock else _single(task, 1, self._camera, self._render_size)
         self._running[i] = task, sim
         return sim
-
-    def _build(self, task: str) -> GymnasiumSim:
-        return _single(task, _classes(), 1, self._camera, self._render_size)
 
     def _observe(self, i: int, task: str, out: StepBuffers) -> None:
         state, code = self._rows[i].observation["state"][0], self._codes[self.tasks.index(task)]
@@ -215,8 +211,7 @@ class SeededTask(gymnasium.Wrapper):
     def __init__(self, task_class: type, camera: str, render_size: int) -> None:
         env: SawyerXYZEnv = task_class(render_mode="rgb_array", camera_name=camera, width=render_size, height=render_size)
         super().__init__(env)
-        cameras = [env.model.camera(index).name for index in range(env.model.ncam)]
-        require_known(camera, cameras, f"Meta-World camera '{camera}' is not known.")
+        require_known(camera, model_cameras(env), f"Meta-World camera '{camera}' is not known.")
         cheapen_rendering(env)
         shorten_steps(env)
         self.task = env

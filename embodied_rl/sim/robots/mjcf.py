@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.files import assets_dir
 from embodied_rl.registry import load_target
 from embodied_rl.sim.factory import named
-from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim, import_mujoco
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -82,7 +82,7 @@ class MjcfSim(MujocoSim):
         instruction: str | None = None,
     ) -> None:
         _check_numbers(frame_skip, reset_noise)
-        self._mujoco = _mujoco()
+        self._mujoco = import_mujoco("The MJCF simulator")
         model = load_model(task)
         # A diverging simulation then shows NaN, which is noticed, instead of jumping back to the start unnoticed.
         model.opt.disableflags |= self._mujoco.mjtDisableBit.mjDSBL_AUTORESET
@@ -91,7 +91,7 @@ class MjcfSim(MujocoSim):
         self._reward, self._success, self._terminated = _function(reward), _function(success), _function(terminated)
         self._randomise = _function(randomise)
         self._keyframe = self._keyframe_index(keyframe, task)
-        self._frame_skip, self._limit, self._noise = frame_skip, int(max_episode_steps), float(reset_noise)
+        self._frame_skip, self._noise = frame_skip, float(reset_noise)
         self._parts = [_state_parts(each, named(observe)) for each in data]
         self._camera = camera
         for each in (camera, render_camera):
@@ -105,7 +105,7 @@ class MjcfSim(MujocoSim):
             task=task,
             observation=parts,
             action=action_spec(self.model),
-            max_episode_steps=self._limit,
+            max_episode_steps=int(max_episode_steps),
             control_hz=round(1.0 / (self.model.opt.timestep * self._frame_skip), 6),
             instruction=instruction,
             reports_success=success is not None,
@@ -113,35 +113,28 @@ class MjcfSim(MujocoSim):
             snapshots="exact",
         )
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for i, seed in zip(env_ids, seeds, strict=True):
-            data, rng = self.data[i], np.random.default_rng(int(seed))
-            if self._keyframe is None:
-                self._mujoco.mj_resetData(self.model, data)
-            else:
-                self._mujoco.mj_resetDataKeyframe(self.model, data, self._keyframe)
-            if self._noise:
-                self._mujoco.mj_integratePos(self.model, data.qpos, rng.uniform(-self._noise, self._noise, self.model.nv), 1.0)
-                data.qvel[:] += rng.uniform(-self._noise, self._noise, self.model.nv)
-            if self._randomise is not None:
-                self._randomise(self.model, data, rng)
-            self._mujoco.mj_forward(self.model, data)
-            self._elapsed[i] = 0
-            self._observe(i, out)
+    def _begin(self, i: int, seed: int) -> None:
+        data, rng = self.data[i], np.random.default_rng(seed)
+        if self._keyframe is None:
+            self._mujoco.mj_resetData(self.model, data)
+        else:
+            self._mujoco.mj_resetDataKeyframe(self.model, data, self._keyframe)
+        if self._noise:
+            self._mujoco.mj_integratePos(self.model, data.qpos, rng.uniform(-self._noise, self._noise, self.model.nv), 1.0)
+            data.qvel[:] += rng.uniform(-self._noise, self._noise, self.model.nv)
+        if self._randomise is not None:
+            self._randomise(self.model, data, rng)
+        self._mujoco.mj_forward(self.model, data)
 
-    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        model = self.model
-        for i, controls in zip(env_ids, actions, strict=True):
-            data = self.data[i]
-            data.ctrl[:] = controls
-            self._mujoco.mj_step(model, data, self._frame_skip)
-            self._mujoco.mj_forward(model, data)  # mj_step leaves sensors and body positions one physics step behind
-            self._elapsed[i] += 1
-            out.reward[i] = 0.0 if self._reward is None else float(self._reward(model, data))
-            out.success[i] = self._success is not None and bool(self._success(model, data))
-            out.terminated[i] = self._terminated is not None and bool(self._terminated(model, data))
-            out.truncated[i] = self._elapsed[i] >= self._limit
-            out.info[i] = {"time_s": float(data.time)}
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        model, data = self.model, self.data[i]
+        data.ctrl[:] = action
+        self._mujoco.mj_step(model, data, self._frame_skip)
+        self._mujoco.mj_forward(model, data)  # mj_step leaves sensors and body positions one physics step behind
+        out.reward[i] = 0.0 if self._reward is None else float(self._reward(model, data))
+        out.success[i] = self._success is not None and bool(self._success(model, data))
+        out.terminated[i] = self._terminated is not None and bool(self._terminated(model, data))
+        out.info[i] = {"time_s": float(data.time)}
 
     def snapshot(self, env_id: int) -> bytes:
         return encode_state({"kind": "mjcf", "model": self._signature, **self._saved(env_id)})
@@ -189,7 +182,7 @@ def load_model(task: str) -> MjModel:
     if not path.is_file():
         raise UserError(f"'{task}' is neither an MJCF file nor a scene of this package.{did_you_mean(task, tasks())}")
     try:
-        return _mujoco().MjModel.from_xml_path(str(path))
+        return import_mujoco("The MJCF simulator").MjModel.from_xml_path(str(path))
     except ValueError as error:
         raise UserError(f"MuJoCo cannot load '{path}': {' '.join(str(error).split())}") from error
 
@@ -225,9 +218,3 @@ def _signature(mujoco: ModuleType, model: MjModel) -> str:
     saved = np.empty(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, saved)
     return hashlib.blake2b(saved.tobytes(), digest_size=16).hexdigest()
-
-
-def _mujoco() -> ModuleType:
-    with from_extra("The MJCF simulator", "mujoco"):
-        import mujoco
-    return mujoco

@@ -8,7 +8,7 @@ Resets, rendering and snapshots are gymnasium's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -20,6 +20,8 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, Limit, make_one, newest, saved_whole
 from embodied_rl.sim.robots.mujoco_model import limit_quality, model_cameras
+from embodied_rl.sim.robots.saved_state import layers_of
+from embodied_rl.sim.robots.spaces import WhenRead
 from embodied_rl.specs import Rows
 from embodied_rl.types import StepBuffers
 
@@ -49,22 +51,6 @@ class _Body:
     """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and the main body's position."""
     limit: Limit | None
     """Counter of the step limit."""
-
-
-class _Info(Mapping[str, float]):
-    """An environment's info, computed when it is read, once per episode: building it cost as much as the rewards."""
-
-    def __init__(self, columns: Callable[[], dict[str, float]]) -> None:
-        self._columns = columns
-
-    def __getitem__(self, key: str) -> float:
-        return self._columns()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns())
-
-    def __len__(self) -> int:
-        return len(self._columns())
 
 
 class _Terms(NamedTuple):
@@ -111,7 +97,8 @@ class LocomotionSim(GymnasiumSim):
         """Position of the main body or the root joint; column 0 is x, for Ant column 1 is y."""
         self._before = np.zeros((num_envs, 2))
         self._bodies = [self._body(i, env) for i, env in enumerate(envs)]
-        self._infos: list[Mapping[str, float]] = [_Info(partial(self._info, i)) for i in range(num_envs)]
+        self._infos = [WhenRead(partial(self._info, i)) for i in range(num_envs)]
+        """Read once per episode: building them in every step cost as much as the rewards."""
         self._terms = first
         """Environment with the reward's weights and the healthy ranges; all were made with the same arguments."""
         kinds: dict[str, Callable[[Rows], np.ndarray | None]] = {
@@ -126,9 +113,7 @@ class LocomotionSim(GymnasiumSim):
         self._shows_contact = self._is_ant and bool(first._include_cfrc_ext_in_observation)
 
     def _body(self, index: int, env: gymnasium.Env) -> _Body:
-        limit = env
-        while isinstance(limit, gymnasium.Wrapper) and not isinstance(limit, TimeLimit):
-            limit = limit.env
+        limit = next((layer for layer in layers_of(env) if isinstance(layer, TimeLimit)), None)
         inner: Any = env.unwrapped
         data, row = inner.data, self._joints[index]
         copies = [(row[: self._nq], data.qpos), (row[self._nq :], data.qvel)]
@@ -137,7 +122,7 @@ class LocomotionSim(GymnasiumSim):
         assert all(
             np.shares_memory(source, getattr(data, name)) for (_, source), name in zip(copies, ("qpos", "qvel", "cfrc_ext"), strict=False)
         )
-        return _Body(inner.model, data, data.ctrl, tuple(copies), cast(Limit, limit) if isinstance(limit, TimeLimit) else None)
+        return _Body(inner.model, data, data.ctrl, tuple(copies), cast("Limit | None", limit))
 
     # ---- calls that move a body outside a step ----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, require_known
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.saved_state import layers_of, unique_held
 from embodied_rl.types import StepBuffers
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 MAX_SHADOW_MAP = 1024
 """Side in pixels. Models request up to 8192, which on a CPU takes most of a frame's time."""
+
+
+def import_mujoco(what: str) -> ModuleType:
+    """Raises MissingExtraError if MuJoCo, which `what` needs, is not installed."""
+    with from_extra(what, "mujoco"):
+        import mujoco
+    return mujoco
 
 
 def limit_quality(model: MjModel, multisampling: bool = False) -> None:
@@ -73,14 +80,13 @@ class Drawing:
         """
         renderer = self._renderers.get((height, width)) or self._new(height, width)
         renderer.update_scene(data, camera=camera, scene_option=self._option)
-        if out is not None and not out.flags.c_contiguous:
-            out[...] = renderer.render()
-            return out
-        return renderer.render(out=out) if out is not None else renderer.render()
+        if out is None or out.flags.c_contiguous:
+            return renderer.render(out=out)
+        out[...] = renderer.render()
+        return out
 
     def close(self) -> None:
-        while self._renderers:
-            self._renderers.popitem()[1].close()
+        _close_all(self._renderers)
 
     def _new(self, height: int, width: int) -> Renderer:
         buffer = self.model.vis.global_
@@ -88,39 +94,27 @@ class Drawing:
         # MuJoCo reads these when the context is made and clears the whole buffer for each frame, so it is no larger than the pictures.
         buffer.offheight, buffer.offwidth = height, width
         try:
-            renderer = _new_renderer(self._mujoco, self.model, height, width)
+            renderer = self._mujoco.Renderer(self.model, height, width)
+        except Exception as error:  # without a driver this may be ImportError, AttributeError, RuntimeError or mujoco.FatalError
+            raise UserError(
+                f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
+                "`python -m embodied_rl.doctor` lists the available renderers."
+            ) from error
         finally:
             buffer.offheight, buffer.offwidth = before
         for flag in self._flags:
             renderer.scene.flags[flag] = 0
         if not self._renderers:
             # Runs before MuJoCo closes its display, which it registered earlier; a deleted drawing has closed itself already.
-            atexit.register(_close, weakref.ref(self))
+            atexit.register(_close_all, self._renderers)
             weakref.finalize(self, _close_all, self._renderers).atexit = False
         self._renderers[height, width] = renderer
         return renderer
 
 
-def _close(reference: weakref.ref[Drawing]) -> None:
-    drawing = reference()
-    if drawing is not None:
-        drawing.close()
-
-
 def _close_all(renderers: dict[tuple[int, int], Renderer]) -> None:
     while renderers:
         renderers.popitem()[1].close()
-
-
-def _new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -> Renderer:
-    """``mujoco.Renderer``. Raises UserError if this machine cannot draw."""
-    try:
-        return mujoco.Renderer(model, height, width)
-    except Exception as error:  # without a driver this may be ImportError, AttributeError, RuntimeError or mujoco.FatalError
-        raise UserError(
-            f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; `python -m "
-            "embodied_rl.doctor` lists the available renderers."
-        ) from error
 
 
 # ---- cameras of a model inside a gymnasium environment, which draws with its initial one ------------------------------
@@ -219,8 +213,7 @@ class AttributeState:
 def physics_of(env: gymnasium.Env) -> Physics:
     """State of an environment that has been reset. Raises UserError if it is not found."""
     layers = layers_of(env)
-    held = [value for layer in layers for value in vars(layer).values()]
-    models, data = unique_held(held, "MjModel"), unique_held(held, "MjData")
+    models, data = unique_held(layers, "MjModel"), unique_held(layers, "MjData")
     if len(models) == len(data) == 1:
         return MujocoPhysics(models[0], data[0])
     base = env.unwrapped
@@ -237,10 +230,26 @@ def physics_of(env: gymnasium.Env) -> Physics:
 
 
 class DrawnSim(SimEnv):
-    """Environments drawn by a `Drawing`. A subclass returns it (`_drawn`) and observes one environment (`_observe`)."""
+    """Environments stepped one after the other and drawn by a `Drawing`. A subclass sets `spec` with a step limit, begins an episode
+    (`_begin`), takes a step (`_advance`), observes one environment (`_observe`) and returns its drawing (`_drawn`)."""
 
-    _render_camera: str | int
-    _render_size: int
+    def __init__(self, num_envs: int, camera: str | int, render_size: int) -> None:
+        self._render_camera, self._render_size = camera, render_size
+        self._elapsed = [0] * num_envs
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for i, seed in zip(env_ids, seeds, strict=True):
+            self._begin(i, int(seed))
+            self._elapsed[i] = 0
+            self._observe(i, out)
+
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        limit = self.spec.max_episode_steps
+        assert limit is not None, "a subclass sets it"
+        for i, action in zip(env_ids, actions, strict=True):
+            self._elapsed[i] += 1
+            out.terminated[i], out.truncated[i] = False, self._elapsed[i] >= limit
+            self._advance(i, action, out)
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         for i in env_ids:
@@ -267,19 +276,26 @@ class DrawnSim(SimEnv):
         """Drawing of one environment, and its state."""
         raise NotImplementedError
 
+    def _begin(self, i: int, seed: int) -> None:
+        """Start an episode."""
+        raise NotImplementedError
+
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        """Take one control step; write reward, success and info, and the task's own end if it has one."""
+        raise NotImplementedError
+
     def _observe(self, i: int, out: StepBuffers) -> None:
         """Write the observation of one environment."""
         raise NotImplementedError
 
 
 class MujocoSim(DrawnSim):
-    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances (and
-    counts in `_elapsed`), observes and may override what an episode consists of (`_saved`, `_take_up`)."""
+    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass may override what an episode
+    consists of (`_saved`, `_take_up`)."""
 
     def __init__(self, model: MjModel, data: Sequence[MjData], drawing: Drawing, camera: str | int, render_size: int) -> None:
+        super().__init__(len(data), camera, render_size)
         self.model, self.data, self._drawing = model, list(data), drawing
-        self._render_camera, self._render_size = camera, render_size
-        self._elapsed = [0] * len(self.data)
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         return MujocoPhysics(self.model, self.data[env_id]).get()

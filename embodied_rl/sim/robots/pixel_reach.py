@@ -6,15 +6,13 @@ one model and one drawing context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from embodied_rl.errors import from_extra, require_known
+from embodied_rl.errors import require_known
 from embodied_rl.files import assets_dir
-from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
-from embodied_rl.sim.robots.saved_state import DataState
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim, import_mujoco
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 MAX_EPISODE_STEPS = 50
@@ -50,13 +48,10 @@ class PixelReach(MujocoSim):
 
     def __init__(self, num_envs: int, task: str = "PixelReach", pixels: bool = True, image_size: int = 48, render_size: int = 256) -> None:
         require_known(task, tasks(), f"Task '{task}' is not known.")
-        with from_extra("PixelReach", "mujoco"):
-            import mujoco
-        self._mujoco = mujoco
+        mujoco = self._mujoco = import_mujoco("PixelReach")
         model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
         drawing = Drawing(model, multisampling=True, without=NOT_DRAWN)
         super().__init__(model, [mujoco.MjData(model) for _ in range(num_envs)], drawing, "top", render_size)
-        self._states = [DataState(data) for data in self.data]
         self._tip, self._pixels = model.site("tip").id, pixels
         self.spec = SimSpec(
             task=task,
@@ -70,28 +65,24 @@ class PixelReach(MujocoSim):
             snapshots="exact",
         )
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for i, seed in zip(env_ids, seeds, strict=True):
-            rng, data = np.random.default_rng(int(seed)), self.data[i]
-            self._mujoco.mj_resetData(self.model, data)
-            data.qpos[:], data.mocap_pos[0, :2] = rng.uniform(-WORKSPACE_M, WORKSPACE_M, (2, 2))
-            self._mujoco.mj_forward(self.model, data)
-            self._elapsed[i] = 0
-            self._observe(i, out)
-
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
-            data = self.data[i]
-            data.ctrl[:] = command
-            self._mujoco.mj_step(self.model, data, SUBSTEPS)
-            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves body positions one physics step behind
-            distance = self.distance(i)
-            self._elapsed[i] += 1
-            out.reward[i] = 1.0 - np.tanh(distance / REWARD_SCALE_M)
-            out.terminated[i] = False
-            out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
-            out.success[i] = distance <= SUCCESS_RADIUS_M
-            out.info[i] = {"distance_m": distance}
+        super().advance(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, out)
+
+    def _begin(self, i: int, seed: int) -> None:
+        rng, data = np.random.default_rng(seed), self.data[i]
+        self._mujoco.mj_resetData(self.model, data)
+        data.qpos[:], data.mocap_pos[0, :2] = rng.uniform(-WORKSPACE_M, WORKSPACE_M, (2, 2))
+        self._mujoco.mj_forward(self.model, data)
+
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        data = self.data[i]
+        data.ctrl[:] = action
+        self._mujoco.mj_step(self.model, data, SUBSTEPS)
+        self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves body positions one physics step behind
+        distance = self.distance(i)
+        out.reward[i] = 1.0 - np.tanh(distance / REWARD_SCALE_M)
+        out.success[i] = distance <= SUCCESS_RADIUS_M
+        out.info[i] = {"distance_m": distance}
 
     def distance(self, env_id: int) -> float:
         """Metres between tip and disc in the plane."""
@@ -108,10 +99,3 @@ class PixelReach(MujocoSim):
             self._draw(i, "top", out.observation["rgb"][i])
         else:
             out.observation["state"][i] = np.concatenate(self.positions(i))
-
-    def _saved(self, env_id: int) -> dict[str, Any]:
-        return {"elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
-
-    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
-        self._states[env_id].restore(saved["data"])
-        self._elapsed[env_id] = saved["elapsed"]

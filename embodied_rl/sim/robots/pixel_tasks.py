@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
+from embodied_rl.errors import require_known
 from embodied_rl.files import assets_dir
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
-from embodied_rl.sim.robots.saved_state import DataState
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim, import_mujoco
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 MAX_EPISODE_STEPS = 60
@@ -55,8 +54,7 @@ def tasks() -> list[str]:
 
 def task_set(name: str) -> tuple[str, ...]:
     """Tasks of a set, or the named task. Raises UserError with the nearest name."""
-    if name not in (*SETS, *INSTRUCTIONS):
-        raise UserError(f"Task '{name}' is not known.{did_you_mean(name, [*SETS, *INSTRUCTIONS])}")
+    require_known(name, [*SETS, *INSTRUCTIONS], f"Task '{name}' is not known.")
     return (name,) if name in INSTRUCTIONS else tuple(task for task in INSTRUCTIONS if name == "all" or task.startswith(name))
 
 
@@ -81,13 +79,10 @@ class PixelTasks(MujocoSim):
     def __init__(self, num_envs: int, task: str = "all", reward: str = "sparse", image_size: int = 48, render_size: int = 256) -> None:
         self.tasks = task_set(task)
         require_known(reward, REWARDS, f"PixelTasks reward '{reward}' is not known.")
-        with from_extra("PixelTasks", "mujoco"):
-            import mujoco
-        self._mujoco = mujoco
+        mujoco = self._mujoco = import_mujoco("PixelTasks")
         model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
         data = [mujoco.MjData(model) for _ in range(num_envs)]
         super().__init__(model, data, Drawing(model, multisampling=True), "top", render_size)
-        self._states = [DataState(each) for each in self.data]
         # Views of MuJoCo's memory: they show the present state, and requesting an array from MjData costs as much as the arithmetic.
         tip = model.site("tip").id
         self._tips, self._blocks = [each.site_xpos[tip, :2] for each in data], [each.qpos[:2] for each in data]
@@ -114,31 +109,27 @@ class PixelTasks(MujocoSim):
     def task_at(self, env_id: int) -> str:
         return self._present[env_id]
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for i, seed in zip(env_ids, seeds, strict=True):
-            data = self.data[i]
-            self._mujoco.mj_resetData(self.model, data)
-            self._present[i], self._elapsed[i] = self.task_of(seed), 0
-            tip, block, *discs = _places(np.random.default_rng(int(seed)))
-            data.qpos[:] = (*block, *tip)
-            self._discs[i][:] = discs
-            self._mujoco.mj_forward(self.model, data)
-            self._observe(i, out)
-
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
-            data, before = self.data[i], self.distance(i)
-            self._commands[i][:] = command
-            self._mujoco.mj_step(self.model, data, SUBSTEPS)
-            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves body positions one physics step behind
-            self._elapsed[i] += 1
-            distance = self.distance(i)
-            success = self._succeeded(i, distance)
-            out.reward[i] = float(success) + (10.0 * (before - distance) if self._dense else 0.0)
-            out.terminated[i] = False
-            out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
-            out.success[i] = success
-            out.info[i] = {"distance_m": distance, "task": self._present[i]}
+        super().advance(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, out)
+
+    def _begin(self, i: int, seed: int) -> None:
+        data = self.data[i]
+        self._mujoco.mj_resetData(self.model, data)
+        self._present[i] = self.task_of(seed)
+        tip, block, *discs = _places(np.random.default_rng(seed))
+        data.qpos[:] = (*block, *tip)
+        self._discs[i][:] = discs
+        self._mujoco.mj_forward(self.model, data)
+
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        data, before = self.data[i], self.distance(i)
+        self._commands[i][:] = action
+        self._mujoco.mj_step(self.model, data, SUBSTEPS)
+        self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves body positions one physics step behind
+        distance = self.distance(i)
+        success = out.success[i] = self._succeeded(i, distance)
+        out.reward[i] = float(success) + (10.0 * (before - distance) if self._dense else 0.0)
+        out.info[i] = {"distance_m": distance, "task": self._present[i]}
 
     def distance(self, env_id: int) -> float:
         """Remaining metres: from the tip to its disc, or from the block to its strip plus from the tip to the block."""
@@ -173,11 +164,11 @@ class PixelTasks(MujocoSim):
             out.observation["instruction"][i] = INSTRUCTIONS[self._present[i]]
 
     def _saved(self, env_id: int) -> dict[str, Any]:
-        return {"present": self._present[env_id], "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
+        return {"present": self._present[env_id], **super()._saved(env_id)}
 
     def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
-        self._states[env_id].restore(saved["data"])
-        self._elapsed[env_id], self._present[env_id] = saved["elapsed"], saved["present"]
+        super()._take_up(env_id, saved)
+        self._present[env_id] = saved["present"]
 
 
 def _places(rng: np.random.Generator) -> list[np.ndarray]:

@@ -5,7 +5,6 @@ Its episodes are replayed, not saved: pymunk warm-starts its solver with the imp
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import cached_property
@@ -41,8 +40,7 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
 
     Raises MissingExtraError; UserError: unknown task or observation.
     """
-    known = tasks()
-    require_known(task, known, f"gym-pusht task '{task}' is not known.")
+    require_known(task, tasks(), f"gym-pusht task '{task}' is not known.")
     require_known(observation, OBSERVATIONS, f"gym-pusht observation '{observation}' is not known.")
     sizes = {"observation_width": image_size, "observation_height": image_size}
     drawn = max(render_size, 96)  # the cross at the target is a 96th of the picture wide, and OpenCV draws none of 0 pixels
@@ -50,9 +48,8 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
     envs = [make_one(f"gym_pusht/{task}", extra="pusht", obs_type=OBSERVATIONS[observation], **sizes, **kwargs) for _ in range(num_envs)]
     for env in envs:
         shorten_steps(env.unwrapped)
-    sim = GymnasiumSim([SuccessGoesOn(env) for env in envs], task=task)
-    sim.spec = dataclasses.replace(sim.spec, control_hz=10.0, instruction="push the T onto the green outline")
-    return sim
+    words = "push the T onto the green outline"
+    return GymnasiumSim([SuccessGoesOn(env) for env in envs], task=task, control_hz=10.0, instruction=words)
 
 
 class SuccessGoesOn(gymnasium.Wrapper):

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from embodied_rl.sim.robots.mujoco_model import Drawing, DrawnSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
-    from mujoco import MjData, MjModel
+    from mujoco import MjData
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
@@ -99,8 +100,14 @@ def make(
 
     Raises MissingExtraError; UserError: unknown task, robot, controller, observation or camera.
     """
-    suite = import_robosuite()
-    names = _checked(suite, task, observation, robots, controller)
+    suite, names = import_robosuite(), named(robots)
+    check_name("task", task, INSTRUCTIONS)
+    check_name("observation", observation, OBSERVATIONS)
+    check_name("controller", controller, suite.ALL_CONTROLLERS)
+    for name in names:
+        check_name("robot", name, suite.ALL_ROBOTS)
+    if task.startswith("TwoArm") and len(names) == 1 and names != ["Baxter"]:
+        names *= 2
     made = {
         "env_name": task,
         "robots": names,
@@ -121,17 +128,6 @@ def make(
         render_size=render_size,
         instruction=INSTRUCTIONS[task],
     )
-
-
-def _checked(suite: ModuleType, task: str, observation: str, robots: str | Sequence[str], controller: str) -> list[str]:
-    """Robots' names, one for each arm of the task. Raises UserError for an unknown name."""
-    check_name("task", task, INSTRUCTIONS)
-    check_name("observation", observation, OBSERVATIONS)
-    check_name("controller", controller, suite.ALL_CONTROLLERS)
-    names = named(robots)
-    for name in names:
-        check_name("robot", name, suite.ALL_ROBOTS)
-    return names * 2 if task.startswith("TwoArm") and len(names) == 1 and names != ["Baxter"] else names
 
 
 FIXED_ARGUMENTS: dict[str, Any] = {
@@ -171,20 +167,17 @@ class RobosuiteSim(DrawnSim):
         instruction: str | None,
         multisampling: bool = False,
     ) -> None:
+        super().__init__(num_envs, render_camera, render_size)
         self._random = [PrivateRandom() for _ in range(num_envs)]
         self.envs: list[MujocoEnv] = []
         for random in self._random:
             with random.active(0):  # building draws from the process-wide generators
                 self.envs.append(build())
-        self._shorten_steps = shorten_steps
-        self._elapsed = [0] * len(self.envs)
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
         """Last readings of robosuite's sensors; pictures are drawn separately, on observation."""
         self._drawings: list[Drawing | None] = [None] * len(self.envs)
-        self._multisampling, self._render_size = multisampling, render_size
-        self._objects, self._limit = observe_objects, int(max_episode_steps)
+        self._multisampling, self._objects = multisampling, observe_objects
         self._cameras = {("rgb" if k == 0 else f"rgb.{camera}"): camera for k, camera in enumerate(cameras)}
-        self._render_camera = render_camera
         first = self.envs[0]
         for camera in (*cameras, render_camera):
             self._drawn(0)[0].check_camera(camera)
@@ -196,7 +189,7 @@ class RobosuiteSim(DrawnSim):
                 **{key: TensorSpec((*image_size, 3), "uint8") for key in self._cameras},
             },
             action=ActionSpec.continuous(low, high),
-            max_episode_steps=self._limit,
+            max_episode_steps=int(max_episode_steps),
             control_hz=float(first.control_freq),
             instruction=instruction,
             reports_success=True,
@@ -204,25 +197,21 @@ class RobosuiteSim(DrawnSim):
             snapshots="replay",
         )
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for i, seed in zip(env_ids, seeds, strict=True):
-            with self._random[i].active(int(seed)):
-                self._sensed[i] = self._begin(i, int(seed))
-            self._shorten_steps(self.envs[i])
-            self._elapsed[i] = 0
-            self._observe(i, out)
-
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         with process_state_kept():
-            for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):  # a copy: controllers keep their goal
-                env = self.envs[i]
-                with self._random[i].taken():
-                    self._sensed[i], out.reward[i], done, info = env.step(action)
-                self._elapsed[i] += 1
-                out.terminated[i] = bool(done)
-                out.truncated[i] = self._elapsed[i] >= self._limit
-                out.success[i] = bool(env._check_success())
-                out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
+            super().advance(env_ids, np.array(actions, np.float64), out)  # a copy: controllers keep their goal
+
+    def _begin(self, i: int, seed: int) -> None:
+        with self._random[i].active(seed):
+            self._sensed[i] = self._first(i, seed)
+        shorten_steps(self.envs[i])
+
+    def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
+        env = self.envs[i]
+        with self._random[i].taken():
+            self._sensed[i], out.reward[i], done, info = env.step(action)
+        out.terminated[i], out.success[i] = bool(done), bool(env._check_success())
+        out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
 
     def close(self) -> None:
         for drawing in self._drawings:
@@ -231,7 +220,7 @@ class RobosuiteSim(DrawnSim):
         for env in self.envs:
             env.close()
 
-    def _begin(self, i: int, seed: int) -> Mapping[str, np.ndarray]:
+    def _first(self, i: int, seed: int) -> Mapping[str, np.ndarray]:
         """Start an episode and return its first observation; the process-wide generators are seeded already."""
         return self.envs[i].reset()
 
@@ -278,16 +267,14 @@ def quiet_import() -> Iterator[None]:
     On import robosuite opens a log with a fixed name in the system's temporary folder, which fails for a machine's second user; it asks for
     a file of private settings; and it chooses EGL unless MUJOCO_GL is set, even if nothing is ever drawn.
     """
-    original, logger = logging.FileHandler, logging.getLogger("robosuite_logs")
     chosen = os.environ.get("MUJOCO_GL")
     if mujoco_backend() is None and not has_display():
         os.environ["MUJOCO_GL"] = "glx"  # loaded when the first window opens, so never
-    logging.FileHandler = lambda *args, **kwargs: logging.NullHandler()  # type: ignore[misc, assignment]
-    logger.setLevel(logging.ERROR)
+    logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
     try:
-        yield
+        with mock.patch.object(logging, "FileHandler", return_value=logging.NullHandler()):
+            yield
     finally:
-        logging.FileHandler = original  # type: ignore[misc]
         if chosen is None:
             os.environ.pop("MUJOCO_GL", None)
         else:
@@ -311,7 +298,7 @@ def shorten_steps(env: MujocoEnv) -> None:
     physics = Physics(env.sim)
     env.sim.forward, env.sim.step = physics.forward, physics.step
     for robot in env.robots:
-        robot.__class__ = _known_class(type(robot))
+        robot.__class__ = _known_class(type(robot))  # type: ignore[arg-type]
         robot._ref_joint_actuator_indexes = np.asarray(robot._ref_joint_actuator_indexes, int)
         controllers = robot.controller.values() if isinstance(robot.controller, dict) else [robot.controller]
         for controller in controllers:
@@ -449,18 +436,15 @@ class _KnownRobot:
         """Send a gripper's action [-1, 1] to its actuators, each in its own range."""
         sim = self.sim  # type: ignore[attr-defined]
         if id(gripper) not in self._grips:
+            from robosuite.models.grippers.panda_gripper import PandaGripper
+
             actuators = np.array([sim.model.actuator_name2id(name) for name in gripper.actuators], dtype=int)
             lowest, highest = sim.model._model.actuator_ctrlrange[actuators].T
-            own = functools.partial(_open_or_close, gripper) if _is_pandas(gripper) else gripper.format_action
+            is_pandas = type(gripper).format_action is PandaGripper.format_action
+            own = functools.partial(_open_or_close, gripper) if is_pandas else gripper.format_action
             self._grips[id(gripper)] = actuators, 0.5 * (highest + lowest), 0.5 * (highest - lowest), own
         actuators, middle, half, action_of = self._grips[id(gripper)]
         sim.data._data.ctrl[actuators] = middle + half * action_of(gripper_action)
-
-
-def _is_pandas(gripper: GripperModel) -> bool:
-    from robosuite.models.grippers.panda_gripper import PandaGripper
-
-    return type(gripper).format_action is PandaGripper.format_action
 
 
 def _open_or_close(gripper: GripperModel, action: np.ndarray) -> np.ndarray:
@@ -472,13 +456,10 @@ def _open_or_close(gripper: GripperModel, action: np.ndarray) -> np.ndarray:
     return gripper.current_action
 
 
-_KNOWN: dict[type, type] = {}
-"""{class of a robot: its subclass with `_KnownRobot`}"""
-
-
+@functools.cache
 def _known_class(robot: type) -> type:
     """Subclass of a robot's class with `_KnownRobot`, or the class itself if it is one."""
-    return robot if issubclass(robot, _KnownRobot) else _KNOWN.setdefault(robot, type(robot.__name__, (_KnownRobot, robot), {}))
+    return robot if issubclass(robot, _KnownRobot) else type(robot.__name__, (_KnownRobot, robot), {})
 
 
 class Contacts:
@@ -532,37 +513,28 @@ def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.
     return np.max(np.linalg.norm(places - middle, axis=1)), middle, middle - env._eef_xpos
 
 
-class CompiledModels:
-    """Compiled models by their XML. A model that comes a second time in a row is kept, and then copied in an eighth of the time; a task
-    that draws object sizes writes another XML each time."""
-
-    def __init__(self) -> None:
-        self._last, self._kept = "", ("", None)
-
-    def of(self, xml: str) -> MjModel:
-        """A separate model for each caller."""
-        import mujoco
-
-        known, kept = self._kept
-        if kept is not None and known == xml:
-            return copy.copy(kept)
-        model = mujoco.MjModel.from_xml_string(xml)
-        if xml == self._last:
-            self._kept = xml, copy.copy(model)
-        self._last = xml
-        return model
-
-
+@functools.cache
 def keep_models() -> None:
-    """Let all robosuite environments of this process share compiled models."""
+    """Let all robosuite environments of this process share compiled models by their XML.
+
+    A model that comes a second time in a row is kept, and then copied in an eighth of the time; a task that draws object sizes writes
+    another XML each time.
+    """
+    import mujoco
     from robosuite.environments import base
 
-    if base.MjSim.__name__ != "KeptSim":
-        models = CompiledModels()
+    last, kept = "", ("", None)
 
-        class KeptSim(base.MjSim):  # type: ignore[misc, name-defined, unused-ignore]
-            @classmethod
-            def from_xml_string(cls, xml: str) -> KeptSim:
-                return cls(models.of(xml))
+    class KeptSim(base.MjSim):  # type: ignore[misc, name-defined, unused-ignore]
+        @classmethod
+        def from_xml_string(cls, xml: str) -> KeptSim:
+            nonlocal last, kept
+            if kept[0] == xml:
+                return cls(copy.copy(kept[1]))
+            model = mujoco.MjModel.from_xml_string(xml)
+            if xml == last:
+                kept = xml, copy.copy(model)
+            last = xml
+            return cls(model)
 
-        vars(base)["MjSim"] = KeptSim
+    vars(base)["MjSim"] = KeptSim

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import gymnasium
@@ -44,19 +44,15 @@ class DataState:
 
     def __init__(self, data: MjData) -> None:
         self._data = data
-        self.regions: dict[str, np.ndarray] = {}
+        arrays = {
+            name: array
+            for name, array in _arrays(data)
+            if array.size and name != "plugin" and not name.startswith((*_ARENA, *_BOOKKEEPING)) and not name.endswith(_INDICES)
+        }
+        self.regions = {f"data.{name}": array.reshape(-1).view(np.uint8) for name, array in arrays.items()}
         """The saved arrays, as bytes, by name."""
-        self._stops: list[int] = []
-        layout, size = [], 0
-        for name, array in _arrays(data):
-            skipped = name.startswith((*_ARENA, *_BOOKKEEPING)) or name.endswith(_INDICES) or name == "plugin"
-            if skipped or array.size == 0:
-                continue
-            self.regions[f"data.{name}"] = array.reshape(-1).view(np.uint8)
-            size += array.nbytes
-            self._stops.append(size)
-            layout.append(f"{name}{array.dtype.str}{array.shape}")
-        self._size, self._layout = size, zlib.crc32(";".join(layout).encode())
+        self._stops = np.cumsum([region.size for region in self.regions.values()])
+        self._layout = zlib.crc32(";".join(f"{name}{array.dtype.str}{array.shape}" for name, array in arrays.items()).encode())
 
     def capture(self) -> dict[str, Any]:
         """State as a tree for `encode_state`."""
@@ -68,16 +64,14 @@ class DataState:
         Raises SnapshotError: the state is of another model or of another version of MuJoCo.
         """
         content = state["arrays"]
-        if state["layout"] != self._layout or content.nbytes != self._size:
+        if state["layout"] != self._layout or content.nbytes != self._stops[-1]:
             raise SnapshotError(
                 "Snapshot was taken from another MuJoCo model or by another version of MuJoCo. Restore it into the same task, made with "
                 "the same arguments and packages."
             )
         self._data.time = state["time"]
-        start = 0
-        for view, stop in zip(self.regions.values(), self._stops, strict=True):
-            view[:] = content[start:stop]
-            start = stop
+        for view, saved in zip(self.regions.values(), np.split(content, self._stops[:-1]), strict=True):
+            view[:] = saved
 
 
 class ModelChanges:
@@ -186,13 +180,10 @@ class EnvState:
     def __init__(self, env: gymnasium.Env, shared: dict[str, bytes] | None = None) -> None:
         self._layers = layers_of(env)
         self._names = [f"{type(layer).__module__}:{type(layer).__qualname__}" for layer in self._layers]
-        held = [value for layer in self._layers for value in vars(layer).values()]
-        self._data = [DataState(value) for value in unique_held(held, "MjData")]
-        self._models = [ModelChanges(value, shared) for value in unique_held(held, "MjModel")]
-        self._regions: Regions = {}
+        self._data = [DataState(value) for value in unique_held(self._layers, "MjData")]
+        self._models = [ModelChanges(value, shared) for value in unique_held(self._layers, "MjModel")]
         parts: list[DataState | ModelChanges] = [*self._data, *self._models]
-        for number, part in enumerate(parts):
-            self._regions |= {f"{number} {name}": region for name, region in part.regions.items()}
+        self._regions = {f"{number} {name}": region for number, part in enumerate(parts) for name, region in part.regions.items()}
 
     def capture(self) -> dict[str, Any]:
         packer = Packer(self._regions)
@@ -327,14 +318,15 @@ class Packer:
             return self._view_of_region(array)
         if not (root.flags.c_contiguous or root.flags.f_contiguous):
             root = array = np.array(array)
-        memory: int | np.ndarray
-        key = ("memory", id(root))
-        if key in self._seen:
-            memory = self._seen[key]
-        else:
-            self._seen[key] = len(self._seen)
-            memory = np.frombuffer(root.tobytes(order="A"), np.uint8)
+        memory = self._memory(("memory", id(root)), lambda: root.tobytes(order="A"))
         return ("array", array.dtype.str, array.shape, array.strides, _address(array) - _address(root), memory)
+
+    def _memory(self, key: tuple[str, int], content: Callable[[], bytes]) -> int | np.ndarray:
+        """Bytes of memory met for the first time; later its number among the objects seen."""
+        if key in self._seen:
+            return self._seen[key]
+        self._seen[key] = len(self._seen)
+        return np.frombuffer(content(), np.uint8)
 
     def _view_of_region(self, array: np.ndarray) -> Node:
         for name, memory in self._regions.items():
@@ -443,8 +435,9 @@ def layers_of(env: gymnasium.Env) -> list[Any]:
     return found
 
 
-def unique_held(values: list[Any], kind: str) -> list[Any]:
-    """MuJoCo's structures of one kind among `values`, each once."""
+def unique_held(layers: Sequence[Any], kind: str) -> list[Any]:
+    """MuJoCo's structures of one kind among the attributes of `layers_of` an environment, each once."""
+    values = (value for layer in layers for value in vars(layer).values())
     found = {id(value): value for value in values if type(value).__name__ == kind and type(value).__module__.startswith("mujoco")}
     return list(found.values())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,9 @@ def row_writer(parts: list[ObservationPart]) -> Callable[[Observation, int, Any]
     It raises ValueError for a value of another form than its space, which numpy would stretch, cut or wrap around to fit the row. Numbers
     beyond the space's bounds are written.
     """
-    writers = [(part.name, part.path, _leaf(part), _as_it_is(part)) for part in parts]
+    # A vector of its space's shape is written as it is (None: no such array); the type or form of everything else is looked at.
+    vectors = [part.space.shape if isinstance(part.space, spaces.Box) and len(part.space.shape) == 1 else None for part in parts]
+    writers = [(part.name, part.path, _leaf(part), shape) for part, shape in zip(parts, vectors, strict=True)]
     if [path for _, path, *_ in writers] == [()]:
         name, _, convert, shape = writers[0]
 
@@ -137,11 +139,6 @@ def row_writer(parts: list[ObservationPart]) -> Callable[[Observation, int, Any]
             observation[name][row] = leaf if type(leaf) is np.ndarray and leaf.shape == shape else convert(leaf, name)
 
     return write
-
-
-def _as_it_is(part: ObservationPart) -> tuple[int, ...] | None:
-    """Shape of the arrays that numpy writes to a row unchanged; None: their types or forms must be looked at."""
-    return part.space.shape if isinstance(part.space, spaces.Box) and len(part.space.shape) == 1 else None
 
 
 def _leaf(part: ObservationPart) -> Callable[[Any, str], Any]:
@@ -330,6 +327,22 @@ def _described(actions: object) -> str:
     except ValueError:
         return type(actions).__name__
     return f"{type(actions).__name__} of shape {list(array.shape)} and dtype {array.dtype}"
+
+
+class WhenRead(Mapping[str, Any]):
+    """A dictionary that `make` makes whenever it is read."""
+
+    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        self._make = make
+
+    def __getitem__(self, key: str) -> Any:
+        return self._make()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        return len(self._make())
 
 
 def info_row(info: Mapping[str, Any], i: int) -> dict[str, Any]:
