@@ -36,8 +36,8 @@ def make(task: str) -> Any:
     """ManiSkill's environment as a gymnasium.Env without a batch dimension, by its own wrapper; success ends no episode, as on our side."""
     import gymnasium
 
-    from embodied_rl.sim.robots.maniskill_assets import registered_tasks
-    from embodied_rl.sim.robots.maniskill_patches import no_render_materials
+    from embodied_rl.sim.robots.maniskill_sim import registered_tasks
+    from embodied_rl.sim.robots.maniskill_state import no_render_materials
 
     registered_tasks()
     from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper

@@ -84,7 +84,7 @@ compiling - >/dev/null 2>&1 <<'PYTHON' || true
 import av, hydra, matplotlib.backends.backend_agg, numba, PIL.ImageDraw, rich.live, rich.progress, safetensors.torch
 import tensorboard.compat.proto.event_pb2, tensorboard.summary.writer.record_writer
 import embodied_rl.train, embodied_rl.trainer, embodied_rl.render, embodied_rl.reporting
-from embodied_rl.sim.robots.maniskill_assets import registered_tasks
+from embodied_rl.sim.robots.maniskill_sim import registered_tasks
 
 registered_tasks()
 PYTHON

@@ -294,7 +294,7 @@ def _import_simulator(module: str, extra: str) -> str:
 def _import_maniskill() -> str:
     """Import ManiSkill, and report the remembered verdicts on batched tasks."""
     from embodied_rl.sim.robots.maniskill import remembered
-    from embodied_rl.sim.robots.maniskill_assets import registered_tasks
+    from embodied_rl.sim.robots.maniskill_sim import registered_tasks
 
     registered_tasks()
     words = _configurations("maniskill")
@@ -403,7 +403,7 @@ def _draw_mujoco() -> str:
 
 def _draw_sapien() -> str:
     from embodied_rl.sim.rendering import vulkan_device
-    from embodied_rl.sim.robots.maniskill_patches import without_environment_light
+    from embodied_rl.sim.robots.maniskill_state import without_environment_light
 
     device = vulkan_device()
     if device is None:

@@ -228,7 +228,7 @@ class PandaMotion:
 
 class _PandaExpert:
     def __init__(self, sim: SimEnv, env_id: int) -> None:
-        from embodied_rl.sim.robots.maniskill import ManiSkillSim
+        from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 
         assert isinstance(sim, ManiSkillSim), "its task names this expert"
         self.env = sim.envs[env_id]

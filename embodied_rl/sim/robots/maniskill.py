@@ -14,8 +14,14 @@ from importlib.metadata import version
 from typing import Any
 
 from embodied_rl.files import RememberedAnswers
-from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, missing_assets, registered_tasks, require_assets, require_known
-from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim, require_vulkan
+from embodied_rl.sim.robots.maniskill_sim import (
+    UNDECLARED_NEEDS,
+    ManiSkillSim,
+    missing_assets,
+    registered_tasks,
+    require_task,
+    require_vulkan,
+)
 
 # ---- which tasks run as a batch on this machine -----------------------------------------------------------------------
 
@@ -25,7 +31,7 @@ BATCH_FROM = 16
 WRITTEN_FOR = {"mani-skill": "3.0.", "sapien": "3.0."}
 """Supported versions, since the batch depends on internals; others are not tried."""
 _FOLDER = "maniskill_batch"
-_CHECK = 2
+_CHECK = 3
 """Version of the batch and its check; raise it when they change, so that remembered verdicts are checked again."""
 
 
@@ -34,11 +40,14 @@ class Verdict:
     """Whether a task's batch gives the same numbers as separate environments."""
 
     task: str
-    equal: bool
     reason: str
     """Description of the difference; empty if there is none."""
     versions: dict[str, str]
     """{package: version} with which the verdict was found."""
+
+    @property
+    def equal(self) -> bool:
+        return not self.reason
 
     def __str__(self) -> str:
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
@@ -57,13 +66,10 @@ def batches(task: str, num_envs: int, asked: bool | None, arguments: Mapping[str
     """
     if asked is False or (asked is None and num_envs < BATCH_FROM):
         return False
-    if num_envs == 1:
-        _say(task, "a batch of one is no batch")
-        return False
-    found = verdict(task, arguments, num_envs)
-    if not found.equal:
-        _say(task, found.reason)
-    return found.equal
+    reason = "a batch of one is no batch" if num_envs == 1 else verdict(task, arguments, num_envs).reason
+    if reason:
+        warnings.warn(f"ManiSkill task '{task}' is stepped one environment at a time: {reason}.", stacklevel=3)
+    return not reason
 
 
 def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM) -> Verdict:
@@ -71,15 +77,14 @@ def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM)
     versions = {name: version(name) for name in WRITTEN_FOR}
     for name, known in WRITTEN_FOR.items():
         if not versions[name].startswith(known):
-            return Verdict(task, False, f"batches are written for {name} {known}x, and this is {versions[name]}", versions)
+            return Verdict(task, f"batches are written for {name} {known}x, and this is {versions[name]}", versions)
     answers, question = RememberedAnswers(_FOLDER), _question(task, {**arguments, "num_envs": num_envs}, versions)
     remembered = _read(answers.read(task, question))
     if remembered is not None and remembered.task == task:
         return remembered
     from embodied_rl.sim.robots.maniskill_batch.sim import difference
 
-    reason = difference(task, arguments, num_envs)
-    found = Verdict(task, reason is None, reason or "", versions)
+    found = Verdict(task, difference(task, arguments, num_envs) or "", versions)
     answers.write(task, question, asdict(found))
     return found
 
@@ -94,7 +99,7 @@ def remembered() -> list[Verdict]:
 def _read(answer: object) -> Verdict | None:
     """Verdict in a file of `RememberedAnswers`; None if the file holds something else."""
     with suppress(TypeError):
-        if isinstance(answer, dict) and type((found := Verdict(**answer)).equal) is bool:
+        if isinstance(answer, dict) and isinstance((found := Verdict(**answer)).reason, str):
             return found
     return None
 
@@ -107,11 +112,7 @@ def _question(task: str, arguments: Mapping[str, Any], versions: Mapping[str, st
     return [task, asked]
 
 
-def _say(task: str, reason: str) -> None:
-    warnings.warn(f"ManiSkill task '{task}' is stepped one environment at a time: {reason}.", stacklevel=4)
-
-
-# ---- the simulator ----------------------------------------------------------------------------------------------------
+# ---- tasks by name ----------------------------------------------------------------------------------------------------
 
 
 def tasks() -> list[str]:
@@ -146,8 +147,7 @@ def make(
     """
     if render:
         require_vulkan(task)  # before ManiSkill is imported, which takes seconds
-    require_known(task)
-    require_assets(task)
+    require_task(task)
     made: dict[str, Any] = {"render": render, "render_size": render_size, "camera_size": camera_size, "kwargs": kwargs}
     if batches(task, num_envs, batched, {"camera_size": camera_size, "kwargs": kwargs}):
         from embodied_rl.sim.robots.maniskill_batch.sim import ManiSkillBatchSim

@@ -15,10 +15,8 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.maniskill import tasks
-from embodied_rl.sim.robots.maniskill_assets import require_assets, require_known
-from embodied_rl.sim.robots.maniskill_patches import no_render_materials
-from embodied_rl.sim.robots.maniskill_sim import ManiSkillBase
-from embodied_rl.sim.robots.maniskill_state import named_parts, numbered_objects
+from embodied_rl.sim.robots.maniskill_sim import ManiSkillBase, require_task
+from embodied_rl.sim.robots.maniskill_state import named_parts, no_render_materials
 from embodied_rl.types import StepBuffers
 
 __all__ = ["HostBuffers", "ManiSkillGpuSim", "make", "tasks"]
@@ -57,12 +55,11 @@ def make(
         MissingAssetsError: the task's meshes are not on this machine; the message has the command that fetches them.
         UserError: unknown task, rejected argument, no such CUDA device, or pictures without Vulkan.
     """
-    require_known(task)
+    require_task(task)
     for name in _RESERVED:
         if name in kwargs:
             raise UserError(f"ManiSkill task '{task}': '{name}' is set by the simulator on the GPU and cannot be given.")
     backend = physics_backend(task, device, num_envs)
-    require_assets(task)
     return ManiSkillGpuSim(task, num_envs, render, render_size, camera_size, kwargs, backend)
 
 
@@ -104,17 +101,12 @@ class HostBuffers:
         """Arrays with the tensors' values, valid until the next call; shapes and dtypes must stay the same from call to call."""
         import torch
 
-        device: torch.device | None = None
-        for name, tensor in tensors.items():
-            source = tensor.detach()
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            buffer = self._buffers[name]
-            assert buffer.shape == source.shape, f"{name}: {tuple(source.shape)} after {tuple(buffer.shape)}"
-            assert buffer.dtype == source.dtype, f"{name}: {source.dtype} after {buffer.dtype}"
-            buffer.copy_(source, non_blocking=source.is_cuda)
-            device = source.device if source.is_cuda else device
-        if device is not None:
+        for name, source in tensors.items():
+            if (buffer := self._buffers.get(name)) is None:
+                buffer = self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            assert (buffer.shape, buffer.dtype) == (source.shape, source.dtype), f"{name}: {source.shape} after {buffer.shape}"
+            buffer.copy_(source.detach(), non_blocking=source.is_cuda)
+        for device in {source.device for source in tensors.values() if source.is_cuda}:
             torch.cuda.synchronize(device)  # which need not be torch's present device
         return {name: self._buffers[name].numpy() for name in tensors}
 
@@ -134,7 +126,7 @@ class ManiSkillGpuSim(ManiSkillBase):
     def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
         self.num_envs = num_envs
         self._host = HostBuffers()
-        self._elapsed, self._seeds = np.zeros(num_envs, np.int64), np.arange(num_envs, dtype=np.int64)
+        self._seeds = np.arange(num_envs, dtype=np.int64)
         made |= {"num_envs": num_envs, "reconfiguration_freq": 0}
         self.env: BaseEnv = registered.make(**made)
         return self.env
@@ -154,7 +146,7 @@ class ManiSkillGpuSim(ManiSkillBase):
         with self._torch.inference_mode(), self._own_draws(env_ids), no_render_materials(active=reconfigure and not self._render):
             observation, _ = self.env.reset(seed=self._seeds.tolist(), options=passed)
         self._elapsed[list(env_ids)] = 0
-        self._write(out, env_ids, self._host.fetch(named_parts(observation)))
+        self._write_rows(out, list(env_ids), self._host.fetch(named_parts(observation)))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         """Take one control step in all environments, which `env_ids` must name."""
@@ -166,15 +158,9 @@ class ManiSkillGpuSim(ManiSkillBase):
             parts = named_parts(observation)
             scalars = {key: value for key, value in info.items() if hasattr(value, "numel") and value.numel() == self.num_envs}
             fetched = self._host.fetch({**parts, "/reward": reward, **{f"/{key}": value for key, value in scalars.items()}})
-        self._elapsed += 1
-        self._write(out, env_ids, {key: fetched[key] for key in parts})
-        out.reward[:] = fetched["/reward"].reshape(-1)
-        out.terminated[:] = fetched["/fail"].reshape(-1).astype(bool) if "fail" in scalars else False
-        out.success[:] = fetched["/success"].reshape(-1).astype(bool) if "success" in scalars else False
-        out.truncated[:] = self._limit is not None and self._elapsed >= self._limit
-        columns = {key: fetched[f"/{key}"].reshape(-1).tolist() for key in scalars}
-        for i in range(self.num_envs):
-            out.info[i] = {key: column[i] for key, column in columns.items()}
+        everything = list(range(self.num_envs))
+        self._write_rows(out, everything, {key: fetched[key] for key in parts})
+        self._put(out, everything, fetched["/reward"], {key: fetched[f"/{key}"].reshape(-1).tolist() for key in scalars})
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         """Poses and velocities of one environment, the task's additions to them, and the number of its steps."""
@@ -190,27 +176,11 @@ class ManiSkillGpuSim(ManiSkillBase):
             self.env._elapsed_steps[env_id] = saved["elapsed"]
         self._elapsed[env_id], self._seeds[env_id] = saved["elapsed"], saved["seed"]
 
-    def render(self, env_id: int) -> np.ndarray:
-        """Picture of the task's human camera, [H, W, 3] uint8. Raises UserError if the simulator was made without ``render=True``."""
-        self._require_pictures()
-        with self._torch.inference_mode():
-            return self.env.render()[env_id].cpu().numpy()
-
-    def objects(self) -> dict[int, str]:
-        """{number in segmentation pictures: name of the object or robot link}; 0 is the unnamed background."""
-        return numbered_objects(self.env)
+    def _env(self, env_id: int) -> BaseEnv:
+        return self.env
 
     def close(self) -> None:
         self.env.close()
-
-    def _write(self, out: StepBuffers, env_ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Write the rows of the given environments, or the whole block at once if all are given."""
-        for key, array in arrays.items():
-            if len(env_ids) == self.num_envs:
-                out.observation[key][: self.num_envs] = array
-            else:
-                rows = list(env_ids)
-                out.observation[key][rows] = array[rows]
 
     @contextmanager
     def _own_draws(self, env_ids: Sequence[int]) -> Iterator[None]:

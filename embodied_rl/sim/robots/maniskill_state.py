@@ -1,4 +1,6 @@
-"""Save and restore one ManiSkill environment on the CPU.
+"""ManiSkill 3.0.1's environments as we need them: patches, observations by our names, and saved episodes.
+
+With the patches ManiSkill runs headless and fast on a CPU; each keeps every number of a fresh process bit for bit.
 
 PhysX keeps caches (contacts, islands, the broad phase) that can be neither read nor set, and that change the last bits of later steps. So
 both the restored and the saved environment rebuild their scene and set the same state. From then on they are equal bit by bit; an
@@ -8,31 +10,206 @@ environment that was never saved differs from them by about 1e-6, in contact by 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from types import SimpleNamespace
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest import mock
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.sim.robots.maniskill_patches import no_render_materials
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.saved_state import Leaf, Node, Packer, Unpacker, Unsavable
+from embodied_rl.sim.robots.spaces import WhenRead
 from embodied_rl.sim.snapshots import SnapshotError
 
 if TYPE_CHECKING:
+    import sapien
     import torch
     from mani_skill.agents.base_agent import BaseAgent
     from mani_skill.agents.controllers.base_controller import BaseController
     from mani_skill.envs.sapien_env import BaseEnv
     from mani_skill.envs.scene import ManiSkillScene
-    from sapien import Entity, Pose
+    from mani_skill.utils.building._mjcf_loader import MJCFLoader
+    from mani_skill.utils.structs import Actor, Articulation, ArticulationJoint, Link, Pose
+    from mani_skill.utils.structs.base import BaseStruct
+    from mani_skill.utils.structs.render_camera import RenderCamera
     from sapien.physx import PhysxArticulation, PhysxRigidDynamicComponent
 
     Tensors: TypeAlias = torch.Tensor | Mapping[str, Any]
     "What ManiSkill calls an observation: the state, or nested dictionaries by the mode's own names."
+
+# ---- patches ----------------------------------------------------------------------------------------------------------
+
+
+class _NullMaterial:
+    """Replaces `sapien.render.RenderMaterial`, whose constructor fails without a rendering device."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.__dict__.update(kwargs)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getattribute__(self, name: str) -> Any:
+        # Tasks call set_base_color(…) and the like on materials.
+        return (lambda *args, **kwargs: None) if name.startswith("set_") else object.__getattribute__(self, name)
+
+
+@contextmanager
+def no_render_materials(active: bool) -> Iterator[None]:
+    """While a scene without pictures is built, give tasks materials that need no rendering device.
+
+    Even ``render_backend="none"`` makes materials, and their constructor requires a Vulkan device.
+    """
+    if not active:
+        yield
+        return
+    import sapien.pysapien.render as original
+
+    users = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("sapien", "mani_skill")]
+    with ExitStack() as stack:
+        for module in [original, *users]:
+            if vars(module).get("RenderMaterial") is not None:
+                stack.enter_context(mock.patch.object(module, "RenderMaterial", _NullMaterial))
+        yield
+
+
+@contextmanager
+def no_asset_prompt(task: str) -> Iterator[None]:
+    """Turn ManiSkill's question whether to download assets, which waits for the keyboard, into an error with the command."""
+    from mani_skill.utils import download_asset
+
+    def refuse(message: str) -> bool:
+        owner = [*message.split(), task, task][1]  # "Environment PickSingleYCB-v1 requires …", "Robot widowxai has …"
+        raise MissingAssetsError(
+            f"ManiSkill task '{task}' needs assets of '{owner}' that are not on this machine. "
+            f"Get them: python -m mani_skill.utils.download_asset {owner}"
+        )
+
+    try:
+        with mock.patch.object(download_asset, "prompt_yes_no", refuse):
+            yield
+    except SystemExit as error:  # raised if there is nothing to download
+        raise MissingAssetsError(f"ManiSkill task '{task}' needs a robot whose files are not on this machine.") from error
+
+
+@cache
+def contacts_of_their_own() -> None:
+    """Make every robot and scene from an MJCF file follow this file's contact flags.
+
+    ManiSkill writes a file's flags into its own defaults: after MS-CartpoleBalance-v1, whose file disables contacts, the parts of every
+    humanoid and hopper pass through each other for the rest of the process.
+    """
+    from mani_skill.utils.building import _mjcf_loader as loader
+
+    parse = loader.MJCFLoader._parse_mjcf
+
+    def parse_alone(self: MJCFLoader, mjcf_string: str) -> object:
+        loader.DEFAULT_MJCF_OPTIONS = {"contact": True}
+        return parse(self, mjcf_string)
+
+    loader.MJCFLoader._parse_mjcf = parse_alone
+
+
+def without_environment_light(camera: sapien.render.RenderCameraComponent) -> None:
+    """Give the camera of a scene without an environment map a reflectance table with one entry instead of SAPIEN's.
+
+    SAPIEN computes its table of 512 x 512 entries before a process draws its first picture: 3 to 7 s of a core without a GPU. Shaders
+    multiply an entry by the light of the environment map, which is 0 without a map, so pictures stay equal bit for bit.
+    """
+    import sapien
+
+    camera.set_texture("BRDFLUT", sapien.render.RenderTexture(np.zeros((1, 1, 2), np.float32), 2, "R32G32Sfloat"))
+
+
+@cache
+def quick_first_picture() -> None:
+    """Apply `without_environment_light` to the cameras of all scenes made from now on that are drawn on the CPU."""
+    from mani_skill.utils.structs.render_camera import RenderCamera
+
+    slow_create = RenderCamera.create.__func__
+
+    def create(
+        cls: type[RenderCamera],
+        render_cameras: list[sapien.render.RenderCameraComponent],
+        scene: ManiSkillScene,
+        mount: Actor | Link | None = None,
+    ) -> RenderCamera:
+        if not scene.gpu_sim_enabled and all(one.render_system.cubemap is None for one in scene.sub_scenes):
+            for camera in render_cameras:
+                without_environment_light(camera)
+        return slow_create(cls, render_cameras, scene, mount)
+
+    RenderCamera.create = classmethod(create)
+
+
+@cache
+def fast_tensors() -> None:
+    """Replace two hot spots that build small tensors number by number, for one scene on the CPU; other cases stay unchanged.
+
+    A Panda step reads about eleven poses and sets eleven joint targets; together that is a fifth of the step.
+    """
+    import torch
+    from mani_skill.utils.structs import articulation, pose
+
+    slow_create = pose.Pose.create.__func__
+    slow_targets = articulation.Articulation.set_joint_drive_targets
+    single_pose = pose.sapien.Pose
+
+    def create(cls: type[Pose], value: object, device: torch.device | None = None) -> Pose:
+        if type(value) is list and len(value) == 1 and type(value[0]) is single_pose and (device is None or device.type == "cpu"):
+            row = np.empty((1, 7), np.float32)
+            row[0, :3], row[0, 3:] = value[0].p, value[0].q
+            return cls(raw_pose=torch.from_numpy(row))
+        return slow_create(cls, value, device)
+
+    def set_joint_drive_targets(
+        self: Articulation,
+        targets: object,
+        joints: list[ArticulationJoint] | None = None,
+        joint_indices: torch.Tensor | None = None,
+    ) -> None:
+        if self.scene.gpu_sim_enabled or joints is None or not isinstance(targets, torch.Tensor) or targets.dtype != torch.float32:
+            return slow_targets(self, targets, joints, joint_indices)
+        row = targets[0].numpy()
+        for i, joint in enumerate(joints):
+            assert joint.active_index is not None
+            joint._objs[0].drive_target = row[i : i + 1]
+        return None
+
+    pose.Pose.create = classmethod(create)
+    articulation.Articulation.set_joint_drive_targets = set_joint_drive_targets
+
+
+def quick_torch() -> None:
+    """Give ManiSkill's tasks a torch that seeds and names the device as fast as a machine without CUDA allows.
+
+    `torch.manual_seed` takes 120 µs to seed absent devices too, and ``with torch.device("cpu")`` sends every operation in it through Python
+    without effect: a third of StackCube's reset.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    named, quick = torch.device, ModuleType("torch")
+    vars(quick).update(vars(torch))
+
+    def manual_seed(seed: int) -> torch.Generator:
+        return torch.default_generator.manual_seed(int(seed))
+
+    def device(name: str | torch.device) -> torch.device | AbstractContextManager[None]:
+        found = named(name)
+        return nullcontext() if found.type == "cpu" else found  # tasks use it only after `with`
+
+    vars(quick).update(manual_seed=manual_seed, device=device)
+    concerned = ("mani_skill.envs.sapien_env", "mani_skill.envs.tasks.", "mani_skill.utils.scene_builder.")
+    for name, module in list(sys.modules.items()):
+        if name.startswith(concerned) and vars(module).get("torch") is torch:
+            vars(module)["torch"] = quick
 
 
 # ---- observations -----------------------------------------------------------------------------------------------------
@@ -47,20 +224,14 @@ MODES = ("state", "state_dict", "rgbd", "pointcloud", *TEXTURES)
 
 def check_mode(task: str, obs_mode: str) -> bool:
     """Whether an observation mode needs pictures. Raises UserError for a mode that cannot be adapted."""
-    if obs_mode in ("state", "state_dict", "rgbd", "pointcloud"):
-        return obs_mode in ("rgbd", "pointcloud")
-    for word in str(obs_mode).split("+"):
-        if word not in (*TEXTURES, "state", "state_dict"):
+    words = str(obs_mode).split("+")
+    for word in words:
+        if word not in MODES or (len(words) > 1 and word in ("rgbd", "pointcloud")):
             raise UserError(
                 f"ManiSkill task '{task}': obs_mode='{obs_mode}' is not a choice.{did_you_mean(word, MODES)} "
                 "The textures of cameras and the state combine with '+', as in rgb+segmentation+state."
             )
-    return any(word in TEXTURES for word in str(obs_mode).split("+"))
-
-
-def cameras(observation: Tensors) -> tuple[str, ...]:
-    """Names of the cameras, in the order of the parts; parts of the first camera have plain names."""
-    return tuple(observation.get("sensor_data", {})) if isinstance(observation, Mapping) else ()
+    return not {*words} <= {"state", "state_dict"}
 
 
 def named_parts(observation: Tensors) -> dict[str, torch.Tensor]:
@@ -91,17 +262,14 @@ def named_parts(observation: Tensors) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def observing(env: BaseEnv, observed: bool) -> Iterator[None]:
-    """Unless `observed`, let ``env.step`` or ``env.reset`` in the block make no observation, except one that the task's reward reads. Do
-    not use the returned observation then.
+def unobserved(env: BaseEnv) -> Iterator[None]:
+    """Let ``env.step`` or ``env.reset`` in the block make no observation, except one that the task's reward reads. Do not use the
+    returned one.
 
     `env` is ManiSkill's own (`BaseEnv`), with one scene or many.
     """
-    if observed:
-        yield
-        return
     make = env.get_obs
-    env.get_obs = lambda info=None, unflattened=False: _WhenRead(lambda: make(info, unflattened))
+    env.get_obs = lambda info=None, unflattened=False: WhenRead(cache(partial(make, info, unflattened)))
     env._flatten_raw_obs = lambda observation: None
     try:
         yield
@@ -109,58 +277,7 @@ def observing(env: BaseEnv, observed: bool) -> Iterator[None]:
         del env.get_obs, env._flatten_raw_obs
 
 
-class _WhenRead(Mapping[str, Any]):
-    """An observation that is made once a part of it is read."""
-
-    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        self._make = make
-
-    @cached_property
-    def _made(self) -> Mapping[str, Any]:
-        return self._make()
-
-    def __getitem__(self, key: str) -> Any:
-        return self._made[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """numpy's name of a tensor's dtype: "float32" for torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def numbered_objects(env: BaseEnv) -> dict[int, str]:
-    """{number in segmentation pictures: name of the object or robot link}."""
-    return {int(number): str(thing.name) for number, thing in env.unwrapped.segmentation_id_map.items()}
-
-
-# ---- pictures from a camera of the user's choice ----------------------------------------------------------------------
-
-
-def film_cameras(env: BaseEnv) -> list[str]:
-    """Names of the cameras for people, then of the sensor cameras."""
-    scene = env.unwrapped.scene
-    return list(dict.fromkeys([*scene.human_render_cameras, *scene.sensors]))
-
-
-def film_from(env: BaseEnv, camera: str) -> np.ndarray:
-    """One picture [H, W, 3] uint8 of the first scene; `camera` is one of `film_cameras`."""
-    base = env.unwrapped
-    if camera in base.scene.human_render_cameras:
-        return base.render_rgb_array(camera).cpu().numpy()[0]
-    # Objects that ManiSkill hides from sensors (a goal's marker, say) stay hidden: the picture shows what the sensor sees.
-    for hidden in base._hidden_objects:
-        hidden.hide_visual()
-    base.scene.update_render(update_sensors=True, update_human_render_cameras=False)
-    sensor = base.scene.sensors[camera]
-    sensor.capture()
-    observed = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)
-    return observed["rgb"].cpu().numpy()[0]
+# ---- saved episodes ---------------------------------------------------------------------------------------------------
 
 
 LEFT = frozenset({"_last_obs", "_init_raw_obs", "_init_raw_state", "segmentation_id_map"})
@@ -207,7 +324,7 @@ class EpisodeState:
         import torch
 
         with torch.inference_mode(), no_render_materials(active=not self._renders):
-            with observing(self._env, False):  # the worker has the observation
+            with unobserved(self._env):  # the worker has the observation
                 self._env.reset(seed=state["scene_seed"], options={"reconfigure": True})
                 if self._env.reconfiguration_freq == 0 and state["episode_seed"] != state["scene_seed"]:
                     self._env.reset(seed=state["episode_seed"])  # for random draws of the episode that are not part of the saved state
@@ -241,18 +358,23 @@ class Bodies:
     """SAPIEN's objects in one scene, by the names of ManiSkill's actors and articulations, in the order of their construction."""
 
     articulations: dict[str, PhysxArticulation]
-    actors: dict[str, tuple[Entity, PhysxRigidDynamicComponent | None]]
+    actors: dict[str, tuple[sapien.Entity, PhysxRigidDynamicComponent | None]]
     """{name: (entity, its body, None unless dynamic)}."""
+
+
+def places_of(struct: BaseStruct, i: int) -> list[int]:
+    """Which of a struct's objects are in the `i`-th of a scene's separate scenes."""
+    return [place for place, scene in enumerate(struct._scene_idxs.tolist()) if scene == i]
 
 
 def bodies_of(scene: ManiSkillScene, i: int = 0) -> Bodies:
     """Bodies in the `i`-th of a scene's separate scenes."""
     articulations, actors = {}, {}
     for name, articulation in scene.articulations.items():
-        for k in (place for place, number in enumerate(articulation._scene_idxs.tolist()) if number == i):
+        for k in places_of(articulation, i):
             articulations[name] = articulation._objs[k]
     for name, actor in scene.actors.items():
-        for k in (place for place, number in enumerate(actor._scene_idxs.tolist()) if number == i):
+        for k in places_of(actor, i):
             actors[name] = (actor._objs[k], actor._bodies[k] if actor.px_body_type == "dynamic" else None)
     return Bodies(articulations, actors)
 
@@ -295,11 +417,11 @@ def _set_physics(bodies: Bodies, state: dict[str, Any]) -> None:
             body.linear_velocity, body.angular_velocity = np.split(saved["velocity"], 2)
 
 
-def _pose(pose: Pose) -> np.ndarray:
+def _pose(pose: sapien.Pose) -> np.ndarray:
     return np.concatenate([pose.p, pose.q])
 
 
-def _to_pose(row: np.ndarray) -> Pose:
+def _to_pose(row: np.ndarray) -> sapien.Pose:
     import sapien
 
     return sapien.Pose(row[:3], row[3:])
@@ -331,13 +453,9 @@ class _TorchPacker(Packer):
         if tensor.device.type != "cpu" or tensor.layout.__repr__() != "torch.strided":
             raise Unsavable
         storage = tensor.untyped_storage()
-        key = ("storage", storage.data_ptr())
-        memory: int | np.ndarray
-        if storage.nbytes() and key in self._seen:
-            memory = self._seen[key]
-        else:
-            self._seen[key if storage.nbytes() else ("empty", id(tensor))] = len(self._seen)
-            memory = np.frombuffer(ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b"", np.uint8)
+        place, size = storage.data_ptr(), storage.nbytes()
+        key = ("storage", place) if size else ("empty", id(tensor))
+        memory = self._memory(key, lambda: ctypes.string_at(place, size) if size else b"")
         dtype = str(tensor.dtype).removeprefix("torch.")
         return ("tensor", dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), memory)
 

@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> None:
     from mani_skill.trajectory import replay_trajectory
 
     from embodied_rl.sim.rendering import vulkan_available
-    from embodied_rl.sim.robots.maniskill_patches import no_render_materials
+    from embodied_rl.sim.robots.maniskill_state import no_render_materials
 
     drawing = vulkan_available()
     if not drawing:

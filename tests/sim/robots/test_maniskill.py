@@ -25,7 +25,7 @@ import numpy as np, torch
 import gymnasium
 from embodied_rl.errors import MissingAssetsError, UserError
 from embodied_rl.sim.robots import maniskill
-from embodied_rl.sim.robots.maniskill_patches import no_render_materials
+from embodied_rl.sim.robots.maniskill_state import no_render_materials
 from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.types import StepBuffers
 
@@ -87,7 +87,7 @@ configure_rendering()
 import mani_skill.envs, sapien
 from mani_skill.envs.tasks import PushCubeEnv
 from mani_skill.utils.registration import register_env
-from embodied_rl.sim.robots import maniskill_patches
+from embodied_rl.sim.robots import maniskill_state
 
 @register_env("Sky-v1", max_episode_steps=50)
 class Sky(PushCubeEnv):
@@ -108,10 +108,10 @@ def drawn():
 
 with tempfile.TemporaryDirectory() as folder:
     theirs = drawn()
-    maniskill_patches.quick_first_picture()
+    maniskill_state.quick_first_picture()
     given = []
-    original = maniskill_patches.without_environment_light
-    maniskill_patches.without_environment_light = lambda camera: given.append(original(camera))
+    original = maniskill_state.without_environment_light
+    maniskill_state.without_environment_light = lambda camera: given.append(original(camera))
     ours = drawn()
 assert all(picture.std() > 5 for picture in theirs)
 assert bool(given) is (sys.argv[1] != "Sky-v1")

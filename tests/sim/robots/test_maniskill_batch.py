@@ -219,7 +219,7 @@ def test_a_difference_is_found_and_a_damaged_memory_is_asked_again(tmp_path: Pat
 
 def test_when_environments_are_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    equal = verdicts.Verdict("PushCube-v1", True, "", {})
+    equal = verdicts.Verdict("PushCube-v1", "", {})
     monkeypatch.setattr(verdicts, "verdict", lambda task, arguments, num_envs: equal)
     assert [verdicts.batches("PushCube-v1", num, None, {}) for num in (1, 15, 16, 64)] == [False, False, True, True]
     assert not verdicts.batches("PushCube-v1", 64, False, {})

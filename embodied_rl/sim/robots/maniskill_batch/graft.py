@@ -13,6 +13,7 @@ from functools import cached_property
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
+import gymnasium
 import numpy as np
 import torch
 from mani_skill.agents.base_agent import BaseAgent
@@ -26,7 +27,7 @@ from mani_skill.utils.structs.base import BaseStruct
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene, BatchSystem
 from embodied_rl.sim.robots.maniskill_batch.structs import ROW_CACHES
-from embodied_rl.sim.robots.maniskill_state import LEFT, Bodies, EpisodeState, bodies_of, owners_of, physics_of
+from embodied_rl.sim.robots.maniskill_state import LEFT, Bodies, EpisodeState, bodies_of, owners_of, physics_of, places_of
 from embodied_rl.sim.snapshots import SnapshotError
 
 if TYPE_CHECKING:
@@ -46,29 +47,22 @@ def kept_rows(env: BaseEnv, rows: Sequence[int]) -> Iterator[None]:
         return
     others = torch.ones(num_envs, dtype=torch.bool)
     others[list(rows)] = False
-    before = [(vars(owner), _copies(vars(owner), num_envs)) for _, owner in owners_of(env)]
+    before = [(owner, {name: tensor.clone() for name, tensor in _by_row(owner, num_envs)}) for _, owner in owners_of(env)]
     try:
         yield
     finally:
-        for present, copies in before:
-            for name, copy in copies.items():
-                now = present.get(name)
-                if isinstance(now, Pose) and isinstance(copy, Pose):
-                    now, copy = now.raw_pose, copy.raw_pose
-                if isinstance(now, torch.Tensor) and isinstance(copy, torch.Tensor) and now.shape == copy.shape:
-                    now[others] = copy[others]
+        for owner, copies in before:
+            for name, now in _by_row(owner, num_envs):
+                if name in copies and now.shape == copies[name].shape:
+                    now[others] = copies[name][others]
 
 
-def _copies(attributes: dict[str, Any], num_envs: int) -> dict[str, Any]:
-    copies: dict[str, Any] = {}
-    for name, value in attributes.items():
-        kind = type(value)
-        if kind is torch.Tensor:
-            if value.ndim and value.shape[0] == num_envs:
-                copies[name] = value.clone()
-        elif kind is Pose and value.raw_pose.shape[0] == num_envs:
-            copies[name] = Pose(raw_pose=value.raw_pose.clone())
-    return copies
+def _by_row(owner: object, num_envs: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Attributes with a row for each environment: tensors, and those of poses."""
+    for name, value in vars(owner).items():
+        tensor = value.raw_pose if type(value) is Pose else value
+        if type(tensor) is torch.Tensor and tensor.ndim and tensor.shape[0] == num_envs:
+            yield name, tensor
 
 
 def row_of(value: object, single: object, i: int, num_envs: int, seen: dict[int, object]) -> object:
@@ -83,7 +77,7 @@ def row_of(value: object, single: object, i: int, num_envs: int, seen: dict[int,
     part = value
     if isinstance(value, torch.Tensor | np.ndarray):
         if _is_row_by_row(value, single, num_envs):
-            part = value[i : i + 1].clone() if isinstance(value, torch.Tensor) else value[i : i + 1].copy()
+            part = _copy(value[i : i + 1])
     elif isinstance(value, Pose):
         part = Pose(raw_pose=row_of(value.raw_pose, single.raw_pose if isinstance(single, Pose) else None, i, num_envs, seen))
     elif isinstance(value, BatchedRNG):
@@ -97,17 +91,13 @@ def row_of(value: object, single: object, i: int, num_envs: int, seen: dict[int,
     return part
 
 
-def with_row(value: object, single: object, i: int, num_envs: int) -> object:
+def with_row(value: Any, single: object, i: int, num_envs: int) -> object:
     """The batch's attribute with environment `i`'s part replaced by a separate environment's; the inverse of `row_of`."""
-    if isinstance(single, torch.Tensor):
-        if value is None and single.ndim and single.shape[0] == 1:
-            value = torch.zeros((num_envs, *single.shape[1:]), dtype=single.dtype)
-        if isinstance(value, torch.Tensor) and _is_row_by_row(value, single, num_envs):
-            value = value.clone()
-            value[i] = single[0]
-    elif isinstance(single, np.ndarray):
-        if isinstance(value, np.ndarray) and _is_row_by_row(value, single, num_envs):
-            value = value.copy()
+    if isinstance(single, torch.Tensor) and value is None and single.ndim and single.shape[0] == 1:
+        value = torch.zeros((num_envs, *single.shape[1:]), dtype=single.dtype)
+    if isinstance(single, torch.Tensor | np.ndarray):
+        if isinstance(value, type(single)) and _is_row_by_row(value, single, num_envs):
+            value = _copy(value)
             value[i] = single[0]
     elif isinstance(single, Pose):
         raw = with_row(value.raw_pose if isinstance(value, Pose) else None, single.raw_pose, i, num_envs)
@@ -127,6 +117,10 @@ def with_row(value: object, single: object, i: int, num_envs: int) -> object:
     return value
 
 
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
+
+
 def _is_row_by_row(value: torch.Tensor | np.ndarray, single: object, num_envs: int) -> bool:
     if not value.ndim or value.shape[0] != num_envs:
         return False
@@ -137,7 +131,7 @@ def _is_row_by_row(value: torch.Tensor | np.ndarray, single: object, num_envs: i
 
 
 _OBJECTS = ("_objs", "_bodies", "_physx_articulations")
-_OF_THE_DONOR = frozenset({"num_envs", "reconfiguration_freq"})
+_OF_THE_DONOR = ("num_envs", "reconfiguration_freq")
 """Attributes that depend on the number of environments; a saved episode has them as a separate environment does."""
 
 
@@ -178,14 +172,12 @@ class Grafts:
         attributes: dict[str, dict[str, Any]] = {}
         for name, owner in owners_of(env):
             single = vars(donors[name])
-            attributes[name] = {
-                key: single[key]
-                if _is_donors(key, single)
-                else value
-                if key in LEFT
-                else row_of(value, single.get(key), i, env.num_envs, seen)
-                for key, value in vars(owner).items()
-            }
+            attributes[name] = dict(vars(owner))
+            for key, value in vars(owner).items():
+                if key in single and (key in _OF_THE_DONOR or isinstance(single[key], gymnasium.Space)):
+                    attributes[name][key] = single[key]
+                elif key not in LEFT:
+                    attributes[name][key] = row_of(value, single.get(key), i, env.num_envs, seen)
         attributes["env"] |= {"_reconfig_counter": self._left[i], "_episode_rng": env._batched_episode_rng.rngs[i]}
         return self._state.pack(self._scene_seeds[i], int(env._episode_seed[i]), physics_of(self._bodies(i)), attributes)
 
@@ -199,8 +191,12 @@ class Grafts:
 
     def restore(self, i: int, state: dict[str, Any]) -> None:
         """Resume a captured episode in environment `i`. Raises SnapshotError for another task or robot."""
-        self._state.restore(state)
-        self._graft(i)
+        try:
+            with torch.inference_mode():
+                self._state.restore(state)
+                self._graft(i)
+        except UnsupportedTask as error:
+            raise SnapshotError(f"Snapshot cannot be restored in a batch of environments: {error}.") from error
 
     def _graft(self, i: int) -> None:
         env, donor = self.env, self.donor
@@ -212,7 +208,9 @@ class Grafts:
         kinds = (env.scene.sensors, donor_scene.sensors), (env.scene.human_render_cameras, donor_scene.human_render_cameras)
         for mine, theirs in kinds:
             for name, sensor in mine.items():
-                _replace_camera(sensor.camera, theirs[name].camera, i)
+                camera = sensor.camera
+                camera._render_cameras[i] = theirs[name].camera._render_cameras[0]
+                vars(camera).update(dict.fromkeys([key for key in vars(camera) if key.startswith("_cached_")]))
         env.scene.px.replace(i, donor_scene.sub_scenes[0])
         donors = dict(owners_of(donor))
         for name, owner in owners_of(env):
@@ -225,15 +223,9 @@ class Grafts:
         self._scene_seeds[i], self._left[i] = self._state.scene_seed, int(donor._reconfig_counter)
 
 
-def _is_donors(name: str, single: dict[str, Any]) -> bool:
-    import gymnasium
-
-    return name in single and (name in _OF_THE_DONOR or isinstance(single[name], gymnasium.Space))
-
-
 def _pairs(scene: BatchScene, i: int, donor_scene: ManiSkillScene) -> list[tuple[BaseStruct, BaseStruct]]:
     """(struct of the batch with something in scene `i`, struct that the donor made at the same point)."""
-    mine = [struct for struct in vars(scene)[STRUCTS] if i in struct._scene_idxs.tolist()]
+    mine = [struct for struct in vars(scene)[STRUCTS] if places_of(struct, i)]
     theirs = vars(donor_scene)[STRUCTS]
     kinds, donated = [type(one) for one in mine], [type(one) for one in theirs]
     if kinds != donated:
@@ -242,7 +234,7 @@ def _pairs(scene: BatchScene, i: int, donor_scene: ManiSkillScene) -> list[tuple
 
 
 def _replace_objects(struct: BaseStruct, donated: BaseStruct, i: int) -> None:
-    places = [k for k, scene in enumerate(struct._scene_idxs.tolist()) if scene == i]
+    places = places_of(struct, i)
     if len(places) != len(donated._objs):
         raise UnsupportedTask(f"'{struct.name}' has {len(places)} objects in a scene of the batch and {len(donated._objs)} by itself")
     for name in _OBJECTS:
@@ -265,55 +257,10 @@ def _replace_objects(struct: BaseStruct, donated: BaseStruct, i: int) -> None:
         struct.initial_pose = Pose(raw_pose=rows)
 
 
-def _replace_camera(camera: RenderCamera, donated: RenderCamera, i: int) -> None:
-    camera._render_cameras[i] = donated._render_cameras[0]
-    for name in [name for name in vars(camera) if name.startswith("_cached_")]:
-        setattr(camera, name, None)
-
-
-class GraftedState:
-    """`EpisodeState` of one environment of a batch."""
-
-    def __init__(self, grafts: Grafts, i: int) -> None:
-        self._grafts, self._i = grafts, i
-
-    def capture(self) -> dict[str, Any]:
-        return self._grafts.capture(self._i)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        try:
-            with torch.inference_mode():
-                self._grafts.restore(self._i, state)
-        except UnsupportedTask as error:
-            raise SnapshotError(f"Snapshot cannot be restored in a batch of environments: {error}.") from error
-
-
 # ---- one environment of a batch as a separate ManiSkill environment ---------------------------------------------------
 
 
 _VIEWED = (BaseStruct, BaseAgent, MultiAgent, BaseController, BaseSensor, RenderCamera, BatchScene, BatchSystem)
-
-
-class EnvView:
-    """View of the task, its robots, controllers, scene, actors and links in which attributes have one environment's row: shapes [1, …].
-
-    Methods run with only this environment acting and drawn.
-    """
-
-    def __init__(self, env: BaseEnv, i: int) -> None:
-        self._of_view = _Rows(env, i)
-        self._viewed = env
-
-    @property
-    def unwrapped(self) -> EnvView:
-        return self
-
-    def forget(self) -> None:
-        """Drop all views: the scene was rebuilt, and everything is a new object."""
-        self._of_view.made.clear()
-
-    def __getattr__(self, name: str) -> Any:
-        return self._of_view.shown(getattr(self._viewed, name))
 
 
 class _Rows:
@@ -336,13 +283,9 @@ class _Rows:
             return {key: self.shown(item, places, num) for key, item in value.items()}
         if isinstance(value, types.MethodType):
             return self._method(value, places, num)
-        return self._view(value) if isinstance(value, _VIEWED) else value
-
-    def _view(self, value: object) -> _View:
-        found = self.made.get(id(value))
-        if found is None:
-            found = self.made[id(value)] = (value, _View(self, value))
-        return found[1]
+        if not isinstance(value, _VIEWED):
+            return value
+        return self.made.setdefault(id(value), (value, _View(self, value)))[1]
 
     def _method(self, method: Callable[..., object], places: list[int], num: int) -> Callable[..., Any]:
         def call(*args: object, **kwargs: object) -> Any:
@@ -366,17 +309,34 @@ class _View:
             if name in ("_render_cameras", "sub_scenes", "systems"):
                 return [value[rows.i]]
             return rows.shown(value)
-        scenes = viewed._scene_idxs.tolist()
-        places = [k for k, scene in enumerate(scenes) if scene == rows.i]
-        if name in ("_objs", "_bodies", "_physx_articulations"):
+        places = places_of(viewed, rows.i)
+        if name in _OBJECTS:
             rows.env.scene.px.flush()
             return [value[k] for k in places]
-        return rows.shown(value, places, len(scenes))
+        return rows.shown(value, places, len(viewed._scene_idxs))
 
     def __setattr__(self, name: str, value: object) -> None:
         with self._of_view.env.scene.only((self._of_view.i,)):
             setattr(self._viewed, name, _plain(value))
 
 
+class EnvView(_View):
+    """View of the task, its robots, controllers, scene, actors and links in which attributes have one environment's row: shapes [1, …].
+
+    Methods run with only this environment acting and drawn.
+    """
+
+    def __init__(self, env: BaseEnv, i: int) -> None:
+        super().__init__(_Rows(env, i), env)
+
+    @property
+    def unwrapped(self) -> EnvView:
+        return self
+
+    def forget(self) -> None:
+        """Drop all views: the scene was rebuilt, and everything is a new object."""
+        self._of_view.made.clear()
+
+
 def _plain(value: object) -> object:
-    return value._viewed if isinstance(value, _View | EnvView) else value
+    return value._viewed if isinstance(value, _View) else value

@@ -7,8 +7,10 @@ are deferred until something is read or written: one scene's substeps then run i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +29,6 @@ if TYPE_CHECKING:
 Contact = tuple[physx.PhysxContact, sapien.Entity, sapien.Entity]
 
 
-class _Buffer:
-    """Replaces ManiSkill's CUDA array, of which it uses the method `torch`."""
-
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
-        self.torch = read
-
-
 class SceneLayout:
     """Positions of one scene's values in its packed bytes; equal for scenes with the same contents.
 
@@ -50,7 +45,6 @@ class SceneLayout:
         self.dofs = tuple(articulation.dof for articulation in self.articulations)
         self.num_entities = len(entities)
         self.rows = rows
-        self.num_floats = 13 * len(dynamic) + sum(13 + 4 * dof for dof in self.dofs)
         links = {link.entity: (number, link.index) for number, a in enumerate(self.articulations) for link in a.links}
         self.signature = (
             tuple(links.get(entity) for entity in entities),
@@ -58,26 +52,9 @@ class SceneLayout:
             tuple(bool(body.kinematic) for body in dynamic),
             self.dofs,
         )
-        self._check(scene, entities, dynamic)
-
-    def _check(self, scene: sapien.Scene, entities: list[sapien.Entity], dynamic: list[physx.PhysxRigidDynamicComponent]) -> None:
-        """Compare the packed bytes with the objects themselves."""
-        poses, packed = np.frombuffer(scene.pack_poses(), np.float32), np.frombuffer(scene.physx_system.pack(), np.float32)
-        if poses.size != 7 * self.num_entities or packed.size != self.num_floats:
-            raise UnsupportedTask(
-                f"a scene packs {poses.size} and {packed.size} numbers, not {7 * self.num_entities} and {self.num_floats}"
-            )
-        expected = np.array([[*entity.pose.q, *entity.pose.p] for entity in entities], np.float32).reshape(-1)
-        bodies = [np.concatenate([b.linear_velocity, b.angular_velocity]) for b in dynamic]
-        joints = [np.concatenate([a.qpos, a.qvel]) for a in self.articulations]
-        got = [packed[13 * k + 7 : 13 * k + 13] for k in range(len(dynamic))]
-        start, found = 13 * len(dynamic), []
-        for dof in self.dofs:
-            found.append(packed[start + 13 : start + 13 + 2 * dof])
-            start += 13 + 4 * dof
-        pairs = [(expected, poses), *zip(bodies, got, strict=True), *zip(joints, found, strict=True)]
-        if not all(np.array_equal(one, other) for one, other in pairs):
-            raise UnsupportedTask("a scene packs its numbers in another order")
+        expected = 7 * self.num_entities, 13 * len(dynamic) + sum(13 + 4 * dof for dof in self.dofs)
+        if (found := (len(scene.pack_poses()) // 4, len(system.pack()) // 4)) != expected:  # their order shows in the self-check (`sim`)
+            raise UnsupportedTask(f"a scene packs {found[0]} and {found[1]} numbers, not {expected[0]} and {expected[1]}")
 
 
 class BatchSystem:
@@ -97,11 +74,11 @@ class BatchSystem:
         self._stale = set(self.rows)
         self._stale_bodies = set(self.rows)
         self._contacts: dict[int, list[Contact]] = {}
-        self.cuda_rigid_body_data = _Buffer(self.bodies)
-        self.cuda_articulation_qpos = _Buffer(lambda: self._joint(0))
-        self.cuda_articulation_qvel = _Buffer(lambda: self._joint(1))
-        self.cuda_articulation_target_qpos = _Buffer(lambda: self._joint(2))
-        self.cuda_articulation_target_qvel = _Buffer(lambda: self._joint(3))
+        # ManiSkill uses one method of its CUDA arrays, `torch`.
+        self.cuda_rigid_body_data = SimpleNamespace(torch=self.bodies)
+        self.cuda_articulation_qpos, self.cuda_articulation_qvel, self.cuda_articulation_target_qpos, self.cuda_articulation_target_qvel = (
+            SimpleNamespace(torch=partial(self._joint, kind)) for kind in range(4)
+        )
 
     __class__ = property(lambda self: physx.PhysxGpuSystem)
 
@@ -113,19 +90,6 @@ class BatchSystem:
     def timestep(self, seconds: float) -> None:
         for system in self.systems:
             system.timestep = seconds
-
-    # ---- calls that only a GPU system needs -------------------------------------------------------------------------
-
-    def gpu_init(self) -> None:
-        """Does nothing, like the methods below: writes reach the bodies at once."""
-
-    gpu_apply_articulation_qf = gpu_apply_articulation_qpos = gpu_apply_articulation_qvel = gpu_init
-    gpu_apply_articulation_root_pose = gpu_apply_articulation_root_velocity = gpu_init
-    gpu_apply_articulation_target_position = gpu_apply_articulation_target_velocity = gpu_init
-    gpu_apply_rigid_dynamic_data = gpu_apply_rigid_dynamic_force = gpu_update_articulation_kinematics = gpu_init
-    gpu_fetch_articulation_link_pose = gpu_fetch_articulation_link_velocity = gpu_fetch_articulation_qpos = gpu_init
-    gpu_fetch_articulation_qvel = gpu_fetch_articulation_qacc = gpu_fetch_articulation_target_qpos = gpu_init
-    gpu_fetch_articulation_target_qvel = gpu_fetch_rigid_dynamic_data = sync_poses_gpu_to_cpu = gpu_init
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
@@ -189,16 +153,10 @@ class BatchSystem:
 
     def _find_rows(self) -> None:
         size, count = self.layouts[0].num_entities, len(self._dofs)
-        self._row_of_entity = {entity: i * size + row for i, layout in enumerate(self.layouts) for entity, row in layout.rows.items()}
-        self._row_of_articulation = {a: i * count + k for i, layout in enumerate(self.layouts) for k, a in enumerate(layout.articulations)}
-
-    def row_of(self, entity: sapien.Entity) -> int:
-        """Row of a `sapien.Entity` in `cuda_rigid_body_data`."""
-        return self._row_of_entity[entity]
-
-    def row_of_articulation(self, articulation: physx.PhysxArticulation) -> int:
-        """Row of a `PhysxArticulation` in the buffers of joints."""
-        return self._row_of_articulation[articulation]
+        self.row_of = {entity: i * size + row for i, layout in enumerate(self.layouts) for entity, row in layout.rows.items()}
+        """{`sapien.Entity`: its row in `cuda_rigid_body_data`}"""
+        self.row_of_articulation = {a: i * count + k for i, layout in enumerate(self.layouts) for k, a in enumerate(layout.articulations)}
+        """{`PhysxArticulation`: its row in the buffers of joints}"""
 
     def poses(self) -> torch.Tensor:
         """[scenes · entities, 13]: position, quaternion (w first), and velocities that are valid only after `bodies`."""
@@ -233,10 +191,7 @@ class BatchSystem:
         place: Rows = slice(None) if len(rows) == len(self.scenes) else np.asarray(rows)
         start = 13 * len(dynamic)
         velocities = raw[:, :start].reshape(len(rows), -1, 13)[:, :, 7:]
-        if len(rows) == len(self.scenes):
-            self._data[:, dynamic, 7:] = velocities
-        else:
-            self._data[np.asarray(rows)[:, None], dynamic[None], 7:] = velocities
+        self._data[place if isinstance(place, slice) else place[:, None], dynamic, 7:] = velocities
         for k, dof in enumerate(self._dofs):
             at = start + 13
             self._joints[0, place, k, :dof] = raw[:, at : at + dof]
@@ -257,17 +212,12 @@ class BatchSystem:
 
     # ---- the rest of PhysxSystem, over all scenes -------------------------------------------------------------------
 
-    @property
-    def rigid_dynamic_components(self) -> list[Any]:
-        return [body for system in self.systems for body in system.rigid_dynamic_components]
-
-    @property
-    def rigid_static_components(self) -> list[Any]:
-        return [body for system in self.systems for body in system.rigid_static_components]
-
-    @property
-    def articulation_link_components(self) -> list[Any]:
-        return [body for system in self.systems for body in system.articulation_link_components]
+    def __getattr__(self, name: str) -> Any:
+        if name in ("rigid_dynamic_components", "rigid_static_components", "articulation_link_components"):
+            return [body for system in self.systems for body in getattr(system, name)]
+        if name.startswith(("gpu_init", "gpu_apply_", "gpu_fetch_", "gpu_update_", "sync_poses_")):  # writes reach the bodies at once
+            return lambda: None
+        raise AttributeError(name)
 
 
 def make_scenes(count: int, render_device: sapien.Device | None) -> list[sapien.Scene]:
@@ -280,7 +230,7 @@ def make_scenes(count: int, render_device: sapien.Device | None) -> list[sapien.
 
 
 STRUCTS = "_embodied_rl_structs"
-"""Attribute of a scene: ManiSkill's structs in the order of their creation (kept by `structs.install`)."""
+"""Attribute of a scene: ManiSkill's structs in the order of their creation (kept by `structs`)."""
 
 
 class BatchScene(ManiSkillScene):
@@ -316,14 +266,22 @@ class BatchScene(ManiSkillScene):
         """`only` for ManiSkill's index of environments; None: the environments that act already."""
         return nullcontext() if env_idx is None else self.only(tuple(int(i) for i in env_idx))
 
-    @contextmanager
-    def drawing(self, row: int) -> Iterator[None]:
+    def drawing(self, row: int) -> AbstractContextManager[None]:
         """Draw only this environment in the block; pictures have one row."""
-        self.drawn = (row,)
+        return self._having("drawn", (row,))
+
+    def as_on_a_cpu(self) -> AbstractContextManager[None]:
+        """Let ManiSkill use its path for a single scene where this package has no replacement."""
+        return self._having("gpu_sim_enabled", False)
+
+    @contextmanager
+    def _having(self, name: str, value: object) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.drawn = None
+            setattr(self, name, before)
 
     # ---- simulation -------------------------------------------------------------------------------------------------
 
@@ -359,15 +317,6 @@ class BatchScene(ManiSkillScene):
     def shown(self) -> Sequence[int]:
         """Environments that are drawn now."""
         return self.px.rows if self.drawn is None else self.drawn
-
-    @contextmanager
-    def as_on_a_cpu(self) -> Iterator[None]:
-        """Let ManiSkill use its path for a single scene where this package has no replacement."""
-        self.gpu_sim_enabled = False
-        try:
-            yield
-        finally:
-            self.gpu_sim_enabled = True
 
     def add_camera(self, *args: Any, **kwargs: Any) -> RenderCamera:
         with self.as_on_a_cpu():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -11,15 +12,13 @@ import numpy as np
 import torch
 from mani_skill.envs import sapien_env
 from mani_skill.envs.sapien_env import BaseEnv
-from mani_skill.utils.structs.base import BaseStruct
 
-from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
-from embodied_rl.sim.robots.maniskill_batch.graft import EnvView, GraftedState, Grafts, kept_rows
+from embodied_rl.errors import brief
+from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask, structs
+from embodied_rl.sim.robots.maniskill_batch.graft import EnvView, Grafts, kept_rows
 from embodied_rl.sim.robots.maniskill_batch.physics import BatchScene, make_scenes
-from embodied_rl.sim.robots.maniskill_batch.structs import install
-from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
-from embodied_rl.sim.robots.maniskill_state import named_parts, observing
+from embodied_rl.sim.robots.maniskill_state import named_parts, no_render_materials, unobserved
 from embodied_rl.types import StepBuffers
 
 if TYPE_CHECKING:
@@ -95,18 +94,18 @@ class BatchedTask(BaseEnv):
             for one in controller.values() if isinstance(controller, dict) else (controller,):
                 one.reset()
 
-    def advance(self, rows: Sequence[int], action: torch.Tensor | dict[str, torch.Tensor]) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
+    def advance(self, rows: Sequence[int], action: torch.Tensor | dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Take one control step in some environments; `action` has a row for every environment, and rows of others are ignored.
 
-        Returns observation, reward and info of all environments.
+        Returns reward and info of all environments.
         """
         with kept_rows(self, rows), self.scene.only(tuple(rows)):
             if len(rows) < self.num_envs:  # ManiSkill counts a step for all; restore what the task sees of the others
                 self._elapsed_steps -= 1
                 self._elapsed_steps[list(rows)] += 1
-            observation, reward, _, _, info = self.step(action)
+            _, reward, _, _, info = self.step(action)
             self.scene.px.flush()
-        return observation, reward, info
+        return reward, info
 
     def look(self, rows: Sequence[int], info: dict[str, Any]) -> Tensors:
         """Observation of all environments; `info`: of the step that moved `rows`."""
@@ -121,7 +120,7 @@ def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) ->
 
     Raises UnsupportedTask: its scenes differ, bodies lack their shapes, or its code does not support parts of a batch.
     """
-    install()
+    assert structs, "it has patched ManiSkill's classes"
     task = registered.cls
     for name in ("reset", "step", "_setup_scene", "_step_action", "get_obs"):
         if getattr_static(task, name) is not getattr_static(BaseEnv, name):
@@ -143,15 +142,10 @@ def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) ->
 
 def _check_shapes(env: BatchedTask) -> None:
     """Raise UnsupportedTask if a body has fewer collision shapes in one scene than in another: it would fall through a floor."""
-    for thing in env.scene.actors.values():
-        counts = {len(body.collision_shapes) for body in thing._bodies if body is not None}
-        if len(counts) > 1:
+    links = (link for articulation in env.scene.articulations.values() for link in articulation.links)
+    for thing in (*env.scene.actors.values(), *links):
+        if len({len(body.collision_shapes) for body in thing._bodies if body is not None}) > 1:
             raise UnsupportedTask(f"'{thing.name}' has collision shapes in some scenes only")
-    for articulation in env.scene.articulations.values():
-        link: BaseStruct
-        for link in articulation.links:
-            if len({len(body.collision_shapes) for body in link._bodies}) > 1:
-                raise UnsupportedTask(f"link '{link.name}' has collision shapes in some scenes only")
 
 
 # ---- the simulator ----------------------------------------------------------------------------------------------------
@@ -167,11 +161,9 @@ class ManiSkillBatchSim(ManiSkillSim):
         self._first = registered.make(**made)  # a separate environment, whose scenes are grafted into the batch
         self._batch = make_batched(registered, num_envs, made)
         self._grafts = Grafts(self._batch, self._first, self._render)
-        self._views = [EnvView(self._batch, i) for i in range(num_envs)]
-        self.envs = list(self._views)
-        self._states = [GraftedState(self._grafts, i) for i in range(num_envs)]
+        self.envs = [EnvView(self._batch, i) for i in range(num_envs)]
         self._info: dict[str, Any] = {}
-        """Info of all environments, from the step that was not observed."""
+        """Info of all environments, from the last step."""
         if not self._grafts.frequency:
             self._batch.begin((0,), (0,), {})  # as a separate environment does for its spec
         return self._first
@@ -184,23 +176,22 @@ class ManiSkillBatchSim(ManiSkillSim):
             for i, seed, builds in zip(env_ids, seeds, anew, strict=True):
                 if builds:
                     observation = self._grafts.begin(i, int(seed), asked)
-                    self._views[i].forget()
-                    self._write_rows(out, [i], observation, [0])
+                    self.envs[i].forget()
+                    self._write(out, i, observation)
             if plain:
                 rows = [i for i, _ in plain]
                 observation = self._batch.begin(rows, [seed for _, seed in plain], asked)
                 for i in rows:
                     self._grafts.began(i)
-                self._write_rows(out, rows, observation, rows)
-        for i in env_ids:
-            self._elapsed[i] = 0
+                self._write_rows(out, rows, _arrays(observation))
+        self._elapsed[list(env_ids)] = 0
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         rows = list(env_ids)
         with torch.inference_mode():
-            self._write_rows(out, rows, self._batch.look(rows, self._info), rows)
+            self._write_rows(out, rows, _arrays(self._batch.look(rows, self._info)))
 
-    def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers, observed: bool) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         """Take one control step in these environments; the others do not move. Raises ValueError for NaN in an action."""
         rows = list(env_ids)
         given = np.asarray(actions, np.float32)
@@ -210,39 +201,28 @@ class ManiSkillBatchSim(ManiSkillSim):
         full = np.zeros((len(self.envs), given.shape[1]), np.float32)
         full[rows] = given
         with torch.inference_mode():
-            with observing(self._batch, observed):
-                observation, reward, info = self._batch.advance(rows, self._by_robot(torch.from_numpy(full)))
-            if observed:
-                self._write_rows(out, rows, observation, rows)
-            else:
-                self._info = info
-            out.reward[rows] = reward.reshape(-1).numpy()[rows]
-            columns = _columns(info, len(self.envs))
-        for flag, key in ((out.terminated, "fail"), (out.success, "success")):
-            flag[rows] = np.asarray(columns[key], bool)[rows] if key in columns else False
-        for i in rows:
-            self._elapsed[i] += 1
-            out.truncated[i] = self._limit is not None and self._elapsed[i] >= self._limit
-            out.info[i] = {key: column[i] for key, column in columns.items()}
+            with unobserved(self._batch):
+                reward, info = self._batch.advance(rows, self._by_robot(torch.from_numpy(full)))
+            self._info = info
+            # Single numbers (means over the batch) describe no environment.
+            tensors = {key: value for key, value in info.items() if isinstance(value, torch.Tensor) and value.numel() == len(self.envs)}
+            self._put(out, rows, reward.numpy(), {key: value.reshape(-1).tolist() for key, value in tensors.items()})
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        super().restore(env_id, data)
-        self._views[env_id].forget()
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"elapsed": int(self._elapsed[env_id]), "episode": self._grafts.capture(env_id)}
+
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._grafts.restore(env_id, saved["episode"])
+        self._elapsed[env_id] = saved["elapsed"]
+        self.envs[env_id].forget()
 
     def close(self) -> None:
         self._batch.close()
         self._first.close()
 
-    def _write_rows(self, out: StepBuffers, rows: Sequence[int], observation: Tensors, source: Sequence[int]) -> None:
-        everybody = len(source) == len(self.envs) and list(source) == list(range(len(source)))
-        for key, part in named_parts(observation).items():
-            array = part.numpy()
-            out.observation[key][rows] = array if everybody else array[list(source)]
 
-
-def _columns(info: Mapping[str, Any], num_envs: int) -> dict[str, list[Any]]:
-    """{key: values by environment} of the task's info. Leaves out single numbers (means over the batch), which describe no environment."""
-    return {key: value.reshape(-1).tolist() for key, value in info.items() if isinstance(value, torch.Tensor) and value.numel() == num_envs}
+def _arrays(observation: Tensors) -> dict[str, np.ndarray]:
+    return {key: part.numpy() for key, part in named_parts(observation).items()}
 
 
 # ---- the self-check: two environments of a batch against two separate ones, with everything that a worker does --------
@@ -258,73 +238,57 @@ def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | 
     UserError: the task cannot be made with these arguments, batch or not.
     """
     asked = {"render": False, "render_size": 64, "camera_size": None, **arguments}
-    single = ManiSkillSim(task, 2, **asked)
-    try:
-        batch = ManiSkillBatchSim(task, num_envs, **asked)
-    except UnsupportedTask as error:
-        single.close()
-        return " ".join(str(error).split())[:200]
-    try:
-        return _play(single, batch, num_envs)
-    except Exception as error:
-        return f"{type(error).__name__} in a batch: {' '.join(str(error).split())[:150]}"
-    finally:
-        single.close()
-        batch.close()
+    with closing(ManiSkillSim(task, 2, **asked)) as single:
+        try:
+            with closing(ManiSkillBatchSim(task, num_envs, **asked)) as batch:
+                try:
+                    return _play(single, batch, num_envs)
+                except Exception as error:
+                    return f"{type(error).__name__} in a batch: {brief(error, 150)}"
+        except UnsupportedTask as error:
+            return brief(error, 200)
 
 
 def _play(single: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | None:
-    """Play steps of all and of some environments, a reset of one, a snapshot and a new scene; returns the first difference."""
-    last = num_envs - 1
-    compared = {0: 0, 1: last}
-    small, large = StepBuffers.allocate(single.spec, 2), StepBuffers.allocate(single.spec, num_envs)
-    action, rng = single.spec.action, np.random.default_rng(0)
+    """First difference between the first and the last environment of a batch and two separate ones."""
+    for (when, one), (_, other) in zip(_played(single, [0, num_envs - 1]), _played(batch, range(num_envs)), strict=True):
+        for name, value in other.items():
+            if name not in one or not np.array_equal(one[name], value):
+                apart = f" by {np.abs(np.asarray(one[name], float) - np.asarray(value, float)).max():.2g}" if name in one else ""
+                return f"{when} '{name}' differs{apart}"
+    return None
 
-    def reset(row: int, seed: int, options: dict[str, Any] | None = None) -> str | None:
-        single.reset([row], [seed], small, options)
-        batch.reset([compared[row]], [seed], large, options)
-        return _first_difference(small, large, {row: compared[row]})
 
-    single.reset([0, 1], [100, 100 + last], small)
-    batch.reset(range(num_envs), range(100, 100 + num_envs), large)
-    found = _first_difference(small, large, compared)
+def _played(sim: ManiSkillSim, numbers: Sequence[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What the first and the last environment put out in steps of all and of some, a reset of one, a snapshot and a new scene: (when,
+    {name: value}).
+
+    `numbers`: those of the simulator's environments in the whole batch, ascending.
+    """
+    first, last = 0, len(numbers) - 1
+    out, action, rng = StepBuffers.allocate(sim.spec, len(numbers)), sim.spec.action, np.random.default_rng(0)
+
+    def shown(when: str, rows: Sequence[int] = (first, last)) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for i in rows:
+            yield when, {name: part[i] for name, part in {**out.observation, **out.scalars}.items()}
+            yield f"{when} info", out.info[i] or {}
+
+    sim.reset(range(len(numbers)), [100 + number for number in numbers], out)
+    yield from shown("at the reset")
     for t in range(_STEPS):
-        actions = rng.uniform(action.low, action.high, (num_envs, action.dim)).astype(np.float32)
-        if found is None:
-            rows = {1: last} if t == 5 else compared
-            single.step(list(rows), actions[list(rows.values())], small)
-            moved = list(rows.values()) if t == 5 else list(range(num_envs))
-            batch.step(moved, actions[moved], large)
-            found = _first_difference(small, large, rows)
+        actions = rng.uniform(action.low, action.high, (numbers[-1] + 1, action.dim)).astype(np.float32)
+        rows: Sequence[int] = [last] if t == 5 else range(len(numbers))
+        sim.step(rows, actions[[numbers[i] for i in rows]], out)
+        when = f"after {t + 1} steps"
+        yield from shown(when, [last] if t == 5 else (first, last))
         if t == 8:
-            found = found or reset(1, 7)
+            sim.reset([last], [7], out)
+            yield from shown(when, [last])
         if t == 12:
-            single.snapshot(0)
-            batch.snapshot(0)
+            sim.snapshot(first)
         if t == 16:
-            found = found or reset(0, 9, {"reconfigure": True})
-        if found is not None:
-            return f"after {t + 1} steps {found}"
-    for i, k in compared.items():
-        one, other = single.physics(i), batch.physics(k)
-        for name in one:
-            if name not in other or not np.array_equal(one[name], other[name]):
-                return f"after {_STEPS} steps the state of '{name}' differs"
-    return None
-
-
-def _first_difference(one: StepBuffers, other: StepBuffers, rows: Mapping[int, int]) -> str | None:
-    """`rows`: {row of `one`: row of `other` to compare it with}."""
-    values = [(f"'{key}'", part, other.observation[key]) for key, part in one.observation.items()]
-    values += [(name, part, other.scalars[name]) for name, part in one.scalars.items()]
-    for name, part, there in values:
-        for i, k in rows.items():
-            if not np.array_equal(part[i], there[k]):
-                apart = np.abs(np.asarray(part[i], np.float64) - np.asarray(there[k], np.float64)).max()
-                return f"{name} differs by {apart:.2g}"
-    for i, k in rows.items():
-        single, batched = one.info[i] or {}, other.info[k] or {}
-        for key in batched:
-            if single.get(key) != batched[key]:
-                return f"info '{key}' differs"
-    return None
+            sim.reset([first], [9], out, {"reconfigure": True})
+            yield from shown(when, [first])
+    for i in (first, last):
+        state = sim.physics(i)
+        yield "at the end", {"number of bodies": len(state), **{f"state of {name}": row for name, row in state.items()}}
