@@ -28,9 +28,9 @@ from torch import Tensor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.model import OpenVLA, VisionLanguageModel
+from embodied_rl.policies.openvla.model import Generated, OpenVLA, VisionLanguageModel
 from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
-from embodied_rl.policies.openvla.policy import Accelerated, Generated, generate
+from embodied_rl.policies.openvla.policy import Accelerated
 from embodied_rl.policies.openvla.processor import PixelNormaliser
 
 PROMPT_TOKENS, NUM_TOKENS = 35, 7
@@ -91,23 +91,11 @@ def random_inputs(rows: int, device: str, num_units: int) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def decide(model: OpenVLA, normaliser: PixelNormaliser) -> Callable[..., Generated]:
-    """Pictures to sampled tokens, as the policy does it."""
+def decide(model: VisionLanguageModel, normaliser: PixelNormaliser) -> Callable[..., Generated]:
+    """Pictures to sampled tokens, of one step or of a chunk, as the policy does it."""
 
     def run(*, images: Tensor, input_ids: Tensor, mask: Tensor, noise: Tensor) -> Generated:
-        return generate(model, model.prefix(normaliser(images), input_ids, mask, padded=False), noise, NUM_TOKENS)
-
-    return run
-
-
-def decide_chunk(model: OpenVLAOFT, normaliser: PixelNormaliser) -> Callable[..., Generated]:
-    """Pictures to a sampled chunk of OpenVLA-OFT."""
-
-    def run(*, images: Tensor, input_ids: Tensor, mask: Tensor, noise: Tensor) -> Generated:
-        hidden = model.decide_hidden(model.sequence(normaliser(images), input_ids, mask, padded=False))
-        distribution = TokenDistribution.from_logits(model.action_logits(hidden))
-        choices = distribution.sample(noise)
-        return Generated(choices, distribution.log_prob(choices), hidden[:, 0])
+        return model.decide(model.sequence(normaliser(images), input_ids, mask, padded=False), noise, noise.shape[1])
 
     return run
 
@@ -129,7 +117,7 @@ def decide_with_transformers(model: OpenVLA, normaliser: PixelNormaliser) -> Cal
         return scores
 
     def run(*, images: Tensor, input_ids: Tensor, mask: Tensor, noise: Tensor) -> Generated:
-        prefix = model.prefix(normaliser(images), input_ids, mask, padded=False)
+        prefix = model.sequence(normaliser(images), input_ids, mask, padded=False)
         output = stock.generate(
             inputs_embeds=prefix.embeds,
             attention_mask=prefix.mask.long(),
@@ -152,8 +140,8 @@ def decide_with_transformers(model: OpenVLA, normaliser: PixelNormaliser) -> Cal
 def agreement(model: OpenVLA, normaliser: PixelNormaliser, given: dict[str, Tensor]) -> float:
     """Largest difference of transformers' log-probabilities from the training pass on the tokens that it sampled."""
     theirs = decide_with_transformers(model, normaliser)(**given)
-    prefix = model.prefix(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
-    logits, hidden = model.teacher_forced(prefix, theirs.choices + model.tokens.first_token)
+    prefix = model.sequence(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
+    logits, hidden = model.scores(prefix, theirs.choices + model.tokens.first_token)
     difference = (TokenDistribution.from_logits(logits).log_prob(theirs.choices) - theirs.log_prob).abs().max()
     return max(float(difference), float((hidden - theirs.hidden).abs().max()))
 
@@ -232,15 +220,15 @@ def on_a_cpu(shape: str, rounds: int) -> str:
     given = random_inputs(1, "cpu", NUM_TOKENS)
     with torch.inference_mode():
         difference = agreement(model, normaliser, given)
-        prefix = model.prefix(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
+        prefix = model.sequence(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
     if not difference < 1e-3:
         raise SystemExit(f"transformers' generate and ours do not agree: log-probabilities differ by {difference:.2g}.")
     ours, theirs = decide(model, normaliser), decide_with_transformers(model, normaliser)
     sides: dict[str, Callable[[], Any]] = {
         "ours": lambda: ours(**given),
         "transformers' generate": lambda: theirs(**given),
-        "images and prompt alone": lambda: model.prefix(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False),
-        "ours, without them": lambda: generate(model, prefix, given["noise"], NUM_TOKENS),
+        "images and prompt alone": lambda: model.sequence(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False),
+        "ours, without them": lambda: model.decide(prefix, given["noise"], NUM_TOKENS),
     }
     seconds = measure(sides, rounds, "cpu")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -269,7 +257,7 @@ def on_a_gpu(batches: list[int], rounds: int, peaks: tuple[float, float] | None)
         chunk = OFTConfig()
         model = random_model(lambda k=kind, c=chunk: OpenVLA(config) if k == "OpenVLA" else OpenVLAOFT(config, c), "cuda", torch.bfloat16)
         units = NUM_TOKENS if kind == "OpenVLA" else chunk.num_units
-        program = decide(model, normaliser) if kind == "OpenVLA" else decide_chunk(model, normaliser)
+        program = decide(model, normaliser)
         num_tokens, steps = 256 + PROMPT_TOKENS + (0 if kind == "OpenVLA" else units + 1), NUM_TOKENS - 1 if kind == "OpenVLA" else 0
         for batch in batches:
             captured: Accelerated[Generated] = Accelerated(program, "cuda_graph")

@@ -66,8 +66,8 @@ class Step(nn.Module):
         return list(self.model.language_model.model.layers)
 
     def evaluate(self, images: Tensor, input_ids: Tensor, mask: Tensor, choices: Tensor) -> Tensor:
-        prefix = self.model.prefix(self.normaliser(images), input_ids, mask, padded=False)
-        logits, _ = self.model.teacher_forced(prefix, choices + self.model.tokens.first_token)
+        prefix = self.model.sequence(self.normaliser(images), input_ids, mask, padded=False)
+        logits, _ = self.model.scores(prefix, choices + self.model.tokens.first_token)
         return -TokenDistribution.from_logits(logits).log_prob(choices).mean()
 
 

@@ -76,7 +76,7 @@ def test_chunks_are_decided_as_on_a_gpu(vla: ModuleType) -> None:
     model = vla.random_model(lambda: OpenVLAOFT(vla.tiny_config(), OFTConfig(chunk=2)), "cpu", torch.float32)
     given = vla.random_inputs(3, "cpu", 14)
     with torch.no_grad():
-        decided = vla.decide_chunk(model, PixelNormaliser())(**given)
+        decided = vla.decide(model, PixelNormaliser())(**given)
     assert decided.choices.shape == (3, 14)
     # A nearly uniform distribution: weights of size 0.02.
     assert decided.log_prob.mean().item() == pytest.approx(-5.545, abs=0.5)

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 ResizeStrategy = Literal["resize-naive", "resize-crop", "letterbox"]
 
-VIT_KEY = "embodied_rl_vision"
-"""This package's entry in `config.json`: shapes of vision transformers that `VIT_SHAPES` does not name."""
+VIT_KEY, OFT_KEY = "embodied_rl_vision", "embodied_rl_oft"
+"""This package's entries in `config.json`: shapes of vision transformers that `VIT_SHAPES` does not name; OpenVLA-OFT's `OFTConfig`."""
+Head = Literal["discrete", "l1"]
+"""discrete: K·A independent categorical distributions over the action tokens, for RL. l1: regression, without probabilities."""
+Variant = Literal["openvla-oft", "rlinf"]
+"""openvla-oft: </s> follows the placeholders, as in the original's training. rlinf: no </s>, as in RLinf's checkpoints. A checkpoint of one
+variant does not work with the other: every token sees </s>."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,41 @@ VIT_SHAPES: dict[str, ViTShape] = {
     "vit_so400m_patch14_siglip_224": SIGLIP_SO400M,
 }
 """{name in checkpoints: shape}"""
+
+
+@dataclass(frozen=True)
+class OFTConfig:
+    """Training settings of a fine-tuned checkpoint, which its files do not contain."""
+
+    chunk: int = 8
+    """Steps of a chunk, K: 8 on LIBERO, 25 on ALOHA, 5 on Bridge."""
+    action_dim: int = 7
+    num_images: int = 1
+    head: Head = "discrete"
+    film: bool = False
+    """Whether language scales and shifts the vision transformers' features."""
+    proprio_dim: int | None = None
+    """Size of the robot's state, if the model reads it: 8 on LIBERO, 14 on ALOHA."""
+    variant: Variant = "openvla-oft"
+
+    def __post_init__(self) -> None:
+        sizes = {"chunk": self.chunk, "action_dim": self.action_dim, "num_images": self.num_images, "proprio_dim": self.proprio_dim}
+        wrong = [f"{name}={size}" for name, size in sizes.items() if size is not None and size < 1]
+        if wrong:
+            raise UserError(f"OpenVLA-OFT: sizes must be at least 1, got {', '.join(wrong)}.")
+        if self.film and self.variant == "rlinf":
+            raise UserError("OpenVLA-OFT: film=true belongs to variant='openvla-oft'; RLinf's checkpoints have no FiLM.")
+
+    @property
+    def num_units(self) -> int:
+        """Number of action units, L."""
+        return self.chunk * self.action_dim
+
+    @property
+    def parts(self) -> str:
+        """The modules that OpenVLA lacks, in words."""
+        parts = {"the action head": self.head == "l1", "the robot state's projector": self.proprio_dim is not None, "FiLM": self.film}
+        return " and ".join(name for name, present in parts.items() if present)
 
 
 @dataclass(frozen=True)
@@ -96,6 +136,13 @@ class OpenVLAConfig:
     def image_size(self) -> int:
         """Pixels of the square image that both transformers see."""
         return self.vision[0].image_size
+
+    def noted_oft(self, directory: Path) -> OFTConfig | None:
+        """The settings that `VisionLanguageModel.save_pretrained` wrote; None: there are none. Raises UserError if they are damaged."""
+        try:
+            return OFTConfig(**self.raw[OFT_KEY]) if OFT_KEY in self.raw else None
+        except TypeError as error:
+            raise UserError(f"'{directory}/config.json': entry '{OFT_KEY}' is damaged: {error}.") from error
 
     def llama(self) -> LlamaConfig:
         """The language model's configuration, with torch's fused attention. Raises MissingExtraError without transformers."""

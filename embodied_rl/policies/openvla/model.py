@@ -6,20 +6,21 @@ action tokens, V action tokens of the vocabulary (256), D width of the language 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodied_rl.errors import from_extra
-from embodied_rl.policies.action_tokens import ActionTokenizer
-from embodied_rl.policies.openvla.checkpoint import load_weights, save_weights
-from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.vision import Projector, VisionBackbone
+from embodied_rl.errors import UserError, from_extra
+from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
+from embodied_rl.policies.openvla.checkpoint import load_state, load_weights, read_safetensors, save_state, save_weights
+from embodied_rl.policies.openvla.config import OFT_KEY, OFTConfig, OpenVLAConfig, ViTShape
+from embodied_rl.policies.openvla.vision import Layers, Projector, VisionBackbone
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, LlamaModel
@@ -29,6 +30,8 @@ EMPTY_TOKEN = 29871
 """Token of the lone space between "Out:" and the first action token, as Llama's tokenizer wrote it in training."""
 STOP_TOKEN = 2
 MAX_SHARD_BYTES = 5 * 10**9
+PARTS = "oft_modules.safetensors"
+"""File with OpenVLA-OFT's action head, robot state projector and FiLM, which the original keeps in separate files."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,129 @@ class Embedded:
         return Embedded(torch.cat([self.embeds, embeds], dim=1), torch.cat([self.mask, more], dim=1), self.padded)
 
 
-class VisionLanguageModel(nn.Module):
-    """Base of OpenVLA and OpenVLA-OFT: images and text to the language model's hidden states."""
+@dataclass(frozen=True)
+class Generated:
+    """Sampled action tokens."""
 
-    def __init__(self, config: OpenVLAConfig, *, film: bool = False) -> None:
+    choices: Tensor
+    """[B, L] int64 indices among the action tokens."""
+    log_prob: Tensor
+    """[B, L] float32 log-probabilities at the sampling temperature."""
+    hidden: Tensor
+    """[B, D] hidden state at the prompt's last token, for the value head."""
+
+
+class VisionLanguageModel(nn.Module):
+    """Base of OpenVLA and OpenVLA-OFT: images and text to the language model's hidden states, and to action tokens."""
+
+    def __init__(self, config: OpenVLAConfig, oft: OFTConfig | None = None) -> None:
+        """`oft`: settings of OpenVLA-OFT; None: the model is OpenVLA."""
         with from_extra("OpenVLA", "language"):
             from transformers import LlamaForCausalLM
         super().__init__()
-        self.config = config
+        self.config, self.oft = config, oft
         self.tokens = ActionTokenizer(config.vocab_size, config.num_action_bins)
-        self.vision_backbone = VisionBackbone(config.vision, config.hidden_size if film else None)
+        self.vision_backbone = VisionBackbone(config.vision, config.hidden_size if oft is not None and oft.film else None)
         self.projector = Projector(config.vision_width, config.hidden_size)
         self.language_model: LlamaForCausalLM = LlamaForCausalLM(config.llama())
         _fuse_norms(self.language_model.model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        oft: OFTConfig | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        vision: tuple[ViTShape, ViTShape] | None = None,
+    ) -> Self:
+        """Read a checkpoint folder: `config.json` and safetensors, in one file or in shards with an index, and `PARTS` if OpenVLA-OFT has
+        additional modules. Nothing is downloaded.
+
+        Args:
+            oft: settings of OpenVLA-OFT; None: those that `save_pretrained` wrote into `config.json`.
+            dtype: dtype of the weights; None: as stored (bfloat16 in the published ones).
+            vision: shapes of vision transformers that `config.VIT_SHAPES` does not name.
+
+        Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
+        """
+        directory = Path(directory)
+        config = OpenVLAConfig.read(directory, vision)
+        with torch.device("meta"):
+            model = cls(config, oft or config.noted_oft(directory))
+        extra = model.own_names()
+        load_weights(model, directory, dtype=dtype, device=device, optional=extra)
+        # Rotary frequencies are not in a checkpoint, and those of the meta device are empty.
+        llama = model.language_model.model
+        llama.rotary_emb = type(llama.rotary_emb)(llama.config).to(device)
+        if extra:
+            model._load_parts(directory / PARTS, dtype, device)
+        return model.eval()
+
+    def save_pretrained(self, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write files that the original's code loads, with the same keys and `config.json`; OpenVLA-OFT's other modules into `PARTS`, its
+        settings into `config.json`. The processor saves the tokenizer's files."""
+        own, parts = self.own_names(), self._parts()
+        if parts:
+            save_state(parts, Path(directory) / PARTS)
+        state = {name: tensor for name, tensor in self.state_dict().items() if name not in own}
+        config = self.config.to_json() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
+        save_weights(state, config if self.oft is None else config | {OFT_KEY: asdict(self.oft)}, Path(directory), max_shard_bytes)
+
+    def own_names(self) -> set[str]:
+        """Parameters that OpenVLA itself does not have."""
+        return {name for name in self.state_dict() if _name_in_parts(name) is not None}
+
+    def _parts(self) -> dict[str, Tensor]:
+        """{name in `PARTS`: tensor} of all modules that OpenVLA itself lacks."""
+        return {stored: tensor for name, tensor in self.state_dict().items() if (stored := _name_in_parts(name)) is not None}
+
+    def _load_parts(self, path: Path, dtype: torch.dtype | None, device: str | torch.device) -> None:
+        """Load this model's parts, ignoring those of other variants. Raises UserError."""
+        described = "the parts of OpenVLA-OFT" if self.oft is None else self.oft.parts
+        if not path.exists():
+            raise UserError(f"'{path}' is missing: it holds {described} (docs/openvla.md shows how to make it).")
+        state, wanted = read_safetensors(path, dtype=dtype, device=device), self._parts()
+        missing = [name for name in wanted if name not in state]
+        if missing:
+            raise UserError(f"'{path}' lacks '{missing[0]}' and {len(missing) - 1} more of {described}.")
+        whole: dict[str, Tensor] = {name: state.get(_name_in_parts(name) or "", tensor) for name, tensor in self.state_dict().items()}
+        load_state(self, whole, str(path))
+
+    # ---- what a policy computes ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sequence(self, pixels: Tensor, input_ids: Tensor, mask: Tensor, *, padded: bool, proprio: Tensor | None = None) -> Embedded:
+        """Embed the whole input of one decision.
+
+        Args:
+            pixels: [B, I, 6, S, S] normalised.
+            input_ids: [B, P] ``[BOS, padding…, text, 29871]``: BOS first in every row, so that the images come right after it.
+            mask: [B, P] bool, False at padding.
+            padded: whether `mask` has a False.
+            proprio: [B, proprio_dim] scaled to [-1, 1], if the model reads it.
+        """
+
+    @abstractmethod
+    def decide(self, sequence: Embedded, noise: Tensor | None, num_tokens: int, temperature: float = 1.0) -> Generated:
+        """Sample `num_tokens` action tokens for every row, without gradients, as one fixed program that can be captured.
+
+        Args:
+            sequence: padded so that all rows end together.
+            noise: [B, num_tokens] uniform in [0, 1), or None for the most likely tokens.
+            temperature: > 0; log-probabilities are of the distribution at this temperature.
+        """
+
+    @abstractmethod
+    def scores(self, sequence: Embedded, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, L, V] of all choices for action tokens [B, L], and the hidden state [B, D] at the prompt's last token."""
+
+    @abstractmethod
+    def state(self, sequence: Embedded) -> Tensor:
+        """[B, D] hidden state at the prompt's last token."""
+
+    # ---- inside -------------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,69 +235,55 @@ class VisionLanguageModel(nn.Module):
             return lambda choices: F.embedding(choices, weight)
         return lambda choices: embedding(choices + first)
 
-    def load(self, directory: Path, *, dtype: torch.dtype | None, device: str | torch.device, optional: Collection[str] = ()) -> None:
-        """Fill this model, which is on the meta device, from a checkpoint's main files (see `load_weights`)."""
-        load_weights(self, directory, dtype=dtype, device=device, optional=optional)
-        # Rotary frequencies are not in a checkpoint, and those of the meta device are empty.
-        llama = self.language_model.model
-        llama.rotary_emb = type(llama.rotary_emb)(llama.config).to(device)
-
-    def save_pretrained(self, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write files that the original's code loads: the same keys and `config.json`. The processor saves the tokenizer's files."""
-        self.save_main(Path(directory), max_shard_bytes=max_shard_bytes)
-
-    def save_main(
-        self, directory: Path, *, max_shard_bytes: int, skip: Collection[str] = (), extra: Mapping[str, object] | None = None
-    ) -> None:
-        """Write `config.json`, with `extra` entries, and all weights except `skip` under the original's names."""
-        state = {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
-        config = self.config.to_json() | {"torch_dtype": str(self.dtype).removeprefix("torch.")} | dict(extra or {})
-        save_weights(state, config, directory, max_shard_bytes)
-
 
 class OpenVLA(VisionLanguageModel):
     """OpenVLA (Kim et al. 2024): the sequence ``[BOS, patches, rest of the prompt]``, then action tokens one by one."""
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        directory: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
-        vision: tuple[ViTShape, ViTShape] | None = None,
-    ) -> OpenVLA:
-        """Read a checkpoint folder: `config.json` and safetensors, in one file or in shards with an index. Nothing is downloaded.
+    def __init__(self, config: OpenVLAConfig, oft: OFTConfig | None = None) -> None:
+        super().__init__(config)
 
-        Args:
-            dtype: dtype of the weights; None: as stored (bfloat16 in the published ones).
-            vision: shapes of vision transformers that `config.VIT_SHAPES` does not name.
-
-        Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
-        """
-        with torch.device("meta"):
-            model = cls(OpenVLAConfig.read(Path(directory), vision))
-        model.load(Path(directory), dtype=dtype, device=device)
-        return model.eval()
-
-    def prefix(self, pixels: Tensor, input_ids: Tensor, mask: Tensor, *, padded: bool) -> Embedded:
-        """Insert the images between the prompt's first token and the rest.
-
-        Args:
-            pixels: [B, 1, 6, S, S] normalised.
-            input_ids: [B, P] ``[BOS, padding…, text, 29871]``: BOS first in every row, so that the images come right after it.
-            mask: [B, P] bool, False at padding.
-            padded: whether `mask` has a False.
-        """
+    def sequence(self, pixels: Tensor, input_ids: Tensor, mask: Tensor, *, padded: bool, proprio: Tensor | None = None) -> Embedded:
         return join(self.embed_tokens(input_ids), self.embed_images(pixels), mask, padded=padded)
 
-    def teacher_forced(self, prefix: Embedded, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """One causal pass over prefix and action tokens [B, L].
-        Returns logits [B, L, V] of each action token given those before it, and the hidden state [B, D] at the prompt's last token."""
+    def decide(self, sequence: Embedded, noise: Tensor | None, num_tokens: int, temperature: float = 1.0) -> Generated:
+        """See `VisionLanguageModel.decide`: a prefill, then short steps over a key-value cache of fixed size, all rows together."""
+        # transformers' `generate` supports any model and any stopping rule; its bookkeeping costs more than a step of a small model, and
+        # its shapes change from step to step. Here the number of steps is fixed, nothing stops early, every shape is fixed and nothing
+        # waits for the GPU. So a whole decision (images, prefill, steps, sampling) is one CUDA graph or one `torch.compile` region.
+        # `vision.Layers` runs a step.
+        layers, scores, embedding = Layers.of(self.language_model.model), self.action_scorer(), self.action_embedder()
+        length = sequence.mask.shape[1]
+        cache = layers.allocate(sequence.embeds, sequence.places(num_tokens - 1), keep=True)
+        mask = attention_mask(sequence.mask, causal=True) if sequence.padded else None
+        hidden = at_prompt = layers.read(sequence.embeds, cache, start=0, mask=mask, causal=not sequence.padded, last=1)
+        choices, log_probs = [], []
+        for step in range(num_tokens):
+            distribution = TokenDistribution.from_logits(scores(hidden), temperature)
+            log_probs.append(distribution.log_probs)
+            choices.append(distribution.sample(None if noise is None else noise[:, step : step + 1]))
+            if step + 1 < num_tokens:
+                mask = F.pad(sequence.mask, (0, step + 1), value=True)[:, None, None, :] if sequence.padded else None
+                hidden = layers.read(embedding(choices[-1]), cache, start=length + step, mask=mask, causal=False, last=1)
+        chosen = torch.cat(choices, dim=1)
+        return Generated(chosen, TokenDistribution(torch.cat(log_probs, dim=1)).log_prob(chosen), at_prompt[:, 0])
+
+    def scores(self, sequence: Embedded, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """See `VisionLanguageModel.scores`: one causal pass over the sequence and its action tokens."""
         # The last token's prediction is unused, so the token need not be read.
-        sequence = prefix.followed_by(self.embed_tokens(tokens[:, :-1])) if tokens.shape[1] > 1 else prefix
-        hidden = self.hidden(sequence)[:, -tokens.shape[1] :]
+        forced = sequence.followed_by(self.embed_tokens(tokens[:, :-1])) if tokens.shape[1] > 1 else sequence
+        hidden = self.hidden(forced)[:, -tokens.shape[1] :]
         return self.action_logits(hidden), hidden[:, 0]
+
+    def state(self, sequence: Embedded) -> Tensor:
+        return self.hidden(sequence)[:, -1]
+
+
+def _name_in_parts(name: str) -> str | None:
+    """Name in `PARTS` of a parameter of the action head, of the robot state's projector or of FiLM; None for OpenVLA's own."""
+    if name.startswith(("action_head.", "proprio_projector.")):
+        return name
+    is_film = name.startswith("vision_backbone.") and name.split(".")[-2] in ("scale", "shift")
+    return f"film_vision_backbone.{name}" if is_film else None
 
 
 def _fuse_norms(llama: LlamaModel) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
@@ -25,61 +23,15 @@ from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, numpy_of
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
-from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape, shapes_of
-from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel, attention_mask
-from embodied_rl.policies.openvla.oft import OFT_KEY, OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.config import OFTConfig, OpenVLAConfig, ViTShape, shapes_of
+from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel
+from embodied_rl.policies.openvla.oft import OpenVLAOFT
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor, PixelNormaliser, libero_gripper, libero_images, range_of
-from embodied_rl.policies.openvla.vision import Layers, ValueHead, value_head_state
+from embodied_rl.policies.openvla.vision import ValueHead, value_head_state
 from embodied_rl.types import SimSpec
-
-# ---- Action tokens one by one: a prefill, then short steps over a key-value cache of fixed size, all rows together ----
-
-# transformers' `generate` supports any model and any stopping rule; its bookkeeping costs more than a step of a small model, and its shapes
-# change from step to step. Here the number of steps is fixed, nothing stops early, every shape is fixed and nothing waits for the GPU. So a
-# whole decision (images, prefill, steps, sampling) is one CUDA graph or one `torch.compile` region. `vision.Layers` runs a step.
-#
-# Shape legend: B rows, T tokens of the prefix, L action tokens, D width of the language model.
-
 
 GenerationMode = Literal["eager", "compile", "cuda_graph"]
 """eager: anywhere. compile: `torch.compile` of the whole decision, once per shape. cuda_graph: a CUDA graph per shape."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """Sampled action tokens."""
-
-    choices: Tensor
-    """[B, L] int64 indices among the action tokens."""
-    log_prob: Tensor
-    """[B, L] float32 log-probabilities at the sampling temperature."""
-    hidden: Tensor
-    """[B, D] hidden state at the prompt's last token, for the value head."""
-
-
-def generate(model: OpenVLA, prefix: Embedded, noise: Tensor | None, num_tokens: int, temperature: float = 1.0) -> Generated:
-    """Sample `num_tokens` action tokens for every row.
-
-    Args:
-        prefix: from `OpenVLA.prefix`, padded on the left so that all rows end together.
-        noise: [B, num_tokens] uniform in [0, 1), or None for the most likely tokens.
-        temperature: > 0; log-probabilities are of the distribution at this temperature.
-    """
-    layers, scores, embedding = Layers.of(model.language_model.model), model.action_scorer(), model.action_embedder()
-    length = prefix.mask.shape[1]
-    cache = layers.allocate(prefix.embeds, prefix.places(num_tokens - 1), keep=True)
-    mask = attention_mask(prefix.mask, causal=True) if prefix.padded else None
-    hidden = at_prompt = layers.read(prefix.embeds, cache, start=0, mask=mask, causal=not prefix.padded, last=1)
-    choices, log_probs = [], []
-    for step in range(num_tokens):
-        distribution = TokenDistribution.from_logits(scores(hidden), temperature)
-        log_probs.append(distribution.log_probs)
-        choices.append(distribution.sample(None if noise is None else noise[:, step : step + 1]))
-        if step + 1 < num_tokens:
-            mask = F.pad(prefix.mask, (0, step + 1), value=True)[:, None, None, :] if prefix.padded else None
-            hidden = layers.read(embedding(choices[-1]), cache, start=length + step, mask=mask, causal=False, last=1)
-    chosen = torch.cat(choices, dim=1)
-    return Generated(chosen, TokenDistribution(torch.cat(log_probs, dim=1)).log_prob(chosen), at_prompt[:, 0])
 
 
 Output = TypeVar("Output")
@@ -158,18 +110,6 @@ PREPARED = ("images", "input_ids", "prompt_mask")
 """Parts that `prepare` makes of an observation, with "proprio" if the model reads it."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Result of one pass without gradients."""
-
-    choices: Tensor
-    """[B, L] int64 indices among the action tokens."""
-    log_prob: Tensor
-    """[B, L] float32 log-probabilities."""
-    value: Tensor
-    """Values [B] float32, or [B, K] of the steps; 0 without a value head."""
-
-
 class VLAPolicy(Policy):
     """Policy whose actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
@@ -186,31 +126,29 @@ class VLAPolicy(Policy):
         model: VisionLanguageModel,
         processor: OpenVLAProcessor,
         spec: SimSpec,
-        options: VLAOptions,
+        options: VLAOptions | None = None,
         *,
-        action_dim: int | None,
-        chunk: int,
-        num_images: int,
-        epsilon: float,
-        proprio_dim: int | None = None,
         value_head: bool = True,
         values: Literal["chunk", "action"] = "chunk",
     ) -> None:
+        """`values`: one per chunk, or one per step.
+        Raises UserError: the checkpoint's actions, images or robot state do not fit the simulator."""
         super().__init__()
+        options, oft = options or VLAOptions(), model.oft
         self.spec, self.options, self.processor = spec, options, processor
         self.temperature = options.temperature
-        self.chunk_size, self.num_images = chunk, num_images
-        statistics = model.config.norm_stats
+        self.chunk_size, self.num_images = (1, 1) if oft is None else (oft.chunk, oft.num_images)
+        statistics, epsilon = model.config.norm_stats, 0.0 if oft is None else 1e-8
         self.action_range = range_of(statistics, options.unnorm_key, bounds=options.bounds, epsilon=epsilon)
         self.proprio_range = None
-        if proprio_dim is not None:
+        if oft is not None and oft.proprio_dim is not None:
             self.proprio_range = range_of(statistics, options.unnorm_key, "proprio", bounds=options.bounds, epsilon=epsilon)
-        _check_spec(spec, options, num_images, self.action_range.dim, action_dim, proprio_dim)
+        _check_spec(spec, options, self.num_images, self.action_range.dim, oft)
         self.model = model
-        of_steps = chunk if values == "action" else None
+        of_steps = self.chunk_size if values == "action" else None
         self.value_head = ValueHead(model.config.hidden_size, of_steps).to(model.device) if value_head else None
         self.normaliser = PixelNormaliser(processor.normalisation).to(model.device)
-        self._decide: Accelerated[Decision] = Accelerated(self._decision, options.generation)
+        self._decide: Accelerated[ActionOutput] = Accelerated(self._decision, options.generation)
 
     @property
     def num_units(self) -> int:
@@ -274,24 +212,21 @@ class VLAPolicy(Policy):
         tensors, padded = self._inputs(observation)
         if noise is not None:
             self._check_noise(noise, len(cast(Tensor, tensors["input_ids"])))
-        decision = self._decide(tensors | {"noise": noise}, padded=padded, temperature=self.temperature)
-        value = decision.value if self.value_head is not None else None
-        return ActionOutput(decision.choices + self.model.tokens.first_token, decision.log_prob, value)
+        decided = self._decide(tensors | {"noise": noise}, padded=padded, temperature=self.temperature)
+        return decided if self.value_head is not None else replace(decided, value=None)
 
     def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
         """Log-probabilities and entropies [B, L] of token ids [B, L], and values [B] or [B, K], from one pass; all with gradients."""
-        tensors, padded = self._inputs(observation)
         tokens = action.to(self.model.device)
         choices = self.model.tokens.choices(tokens)
-        logits, hidden = self._scores(tensors, tokens, padded=padded)
+        logits, hidden = self.model.scores(self._sequence(*self._inputs(observation)), tokens)
         distribution = TokenDistribution.from_logits(logits, self.temperature)
         return Evaluation(distribution.log_prob(choices), distribution.entropy, self._value(hidden))
 
     def value(self, observation: Mapping[str, Any]) -> Tensor:
         """Values [B], or [B, K] of the steps. Raises UserError without a value head."""
         self._check_value_head()
-        tensors, padded = self._inputs(observation)
-        return self._value(self._state(tensors, padded=padded))
+        return self._value(self.model.state(self._sequence(*self._inputs(observation))))
 
     @staticmethod
     def role_of(name: str) -> Role:
@@ -338,8 +273,7 @@ class VLAPolicy(Policy):
     @torch.no_grad()
     def features(self, observation: Mapping[str, Any]) -> Tensor:
         """Features [B, D] float32 at the prompt's last token. The layers below train with the policy."""
-        tensors, padded = self._inputs(observation)
-        return self._state(tensors, padded=padded).float()
+        return self.model.state(self._sequence(*self._inputs(observation))).float()
 
     def state_value(self, features: Tensor) -> Tensor:
         """See `Policy.state_value`. Raises UserError without a value head."""
@@ -354,8 +288,8 @@ class VLAPolicy(Policy):
         """
         tensors, padded = self._inputs(observation)
         self._check_noise(noise, len(cast(Tensor, tensors["input_ids"])))
-        tokens = self.sampled(tensors | {"noise": noise}, padded=padded) + self.model.tokens.first_token
-        coder, (logits, _) = self.model.tokens, self._scores(tensors, tokens, padded=padded)
+        tokens = self.sampled(tensors | {"noise": noise}, padded=padded)
+        coder, (logits, _) = self.model.tokens, self.model.scores(self._sequence(tensors, padded), tokens)
         distribution = TokenDistribution.from_logits(logits, self.temperature)
         every = np.arange(coder.first_token, coder.vocab_size)[:, None].repeat(self.num_units, 1)
         centers = torch.from_numpy(self.normalised_action(every)).flatten(1).to(logits.device)
@@ -365,8 +299,8 @@ class VLAPolicy(Policy):
 
     @torch.no_grad()
     def sampled(self, tensors: Mapping[str, Tensor | None], *, padded: bool) -> Tensor:
-        """Choices [B, L] as in `act`, from prepared tensors and without a CUDA graph: an update's weights may lie elsewhere each time."""
-        return self._decision(padded=padded, temperature=self.temperature, **tensors).choices
+        """Token ids [B, L] as in `act`, from prepared tensors and without a CUDA graph: an update's weights may lie elsewhere each time."""
+        return self._decision(padded=padded, temperature=self.temperature, **tensors).action
 
     # ---- files ----------------------------------------------------------------------------------------------------------
 
@@ -402,84 +336,24 @@ class VLAPolicy(Policy):
         """Values [B] of hidden states [B, D]."""
         return hidden.new_zeros(len(hidden), dtype=torch.float32) if self.value_head is None else self.value_head(hidden)
 
-    @abstractmethod
-    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
-        """Images to sampled tokens, as one fixed program that can be captured."""
+    def _sequence(self, tensors: Mapping[str, Any], padded: bool) -> Embedded:
+        pixels = self.normaliser(tensors["images"])
+        return self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
 
-    @abstractmethod
-    def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
-        """Logits [B, L, V] of all choices, and the hidden state [B, D] at the prompt's last token."""
-
-    @abstractmethod
-    def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
-        """[B, D] hidden state at the prompt's last token."""
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> ActionOutput:
+        """Images to sampled tokens, as one fixed program that can be captured; values are 0 without a value head."""
+        found = self.model.decide(self._sequence(tensors, padded), noise, self.num_units, temperature)
+        return ActionOutput(found.choices + self.model.tokens.first_token, found.log_prob, self._value(found.hidden))
 
 
-class OpenVLAPolicy(VLAPolicy):
-    """OpenVLA: A tokens of one step, sampled one after another."""
-
-    model: OpenVLA
-
-    def __init__(
-        self, model: OpenVLA, processor: OpenVLAProcessor, spec: SimSpec, options: VLAOptions | None = None, *, value_head: bool = True
-    ) -> None:
-        """Raises UserError when the checkpoint's actions or images do not fit the simulator."""
-        options = options or VLAOptions()
-        super().__init__(model, processor, spec, options, action_dim=None, chunk=1, num_images=1, epsilon=0.0, value_head=value_head)
-
-    def _prefix(self, tensors: dict[str, Any], padded: bool) -> Embedded:
-        return self.model.prefix(self.normaliser(tensors["images"]), tensors["input_ids"], tensors["prompt_mask"], padded=padded)
-
-    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
-        sampled = generate(self.model, self._prefix(tensors, padded), noise, self.num_units, temperature)
-        return Decision(sampled.choices, sampled.log_prob, self._value(sampled.hidden))
-
-    def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
-        return self.model.teacher_forced(self._prefix(tensors, padded), tokens)
-
-    def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
-        return self.model.hidden(self._prefix(tensors, padded))[:, -1]
-
-
-class OFTPolicy(VLAPolicy):
-    """OpenVLA-OFT: K·A tokens of a chunk at once; with the regression head, K·A values without probabilities."""
+class RegressionPolicy(VLAPolicy):
+    """OpenVLA-OFT with the regression head: K·A values of a chunk, without randomness and probabilities."""
 
     model: OpenVLAOFT
-
-    def __init__(
-        self,
-        model: OpenVLAOFT,
-        processor: OpenVLAProcessor,
-        spec: SimSpec,
-        options: VLAOptions | None = None,
-        *,
-        value_head: bool = True,
-        values: Literal["chunk", "action"] = "chunk",
-    ) -> None:
-        """`values`: one per chunk, or one per step.
-        Raises UserError: the checkpoint's actions, images or robot state do not fit the simulator."""
-        oft = model.oft
-        super().__init__(
-            model,
-            processor,
-            spec,
-            options or VLAOptions(),
-            action_dim=oft.action_dim,
-            chunk=oft.chunk,
-            num_images=oft.num_images,
-            epsilon=1e-8,
-            proprio_dim=oft.proprio_dim,
-            value_head=value_head and oft.head == "discrete",
-            values=values,
-        )
-        if oft.head == "l1":
-            self.noise_kind = "normal"
+    noise_kind = "normal"
 
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
-        """See `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, without randomness.
-        Raises UserError: noise for the regression head."""
-        if self.model.oft.head == "discrete":
-            return super().act(observation, noise)
+        """Normalised actions [B, L] float32. Raises UserError for noise."""
         if noise is not None:
             raise UserError("OpenVLA-OFT with head=l1 has no probabilities: evaluate it without noise; RL needs head=discrete.")
         with torch.no_grad():
@@ -487,53 +361,28 @@ class OFTPolicy(VLAPolicy):
         return ActionOutput(action, torch.zeros_like(action))
 
     def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
-        """See `VLAPolicy.evaluate`. Raises UserError with the regression head."""
-        if self.model.oft.head != "discrete":
-            raise UserError("OpenVLA-OFT with head=l1 has no log-probabilities: RL needs head=discrete.")
-        return super().evaluate(observation, action)
+        """Raises UserError."""
+        raise UserError("OpenVLA-OFT with head=l1 has no log-probabilities: RL needs head=discrete.")
 
     def cloning_loss(
         self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
-        """See `VLAPolicy.cloning_loss`; with the regression head, the mean distance from the recorded actions in the data set's range."""
-        if self.model.oft.head == "discrete":
-            return super().cloning_loss(observation, action, mask)
+        """[B] mean distance from the recorded actions in the data set's range; see `VLAPolicy.cloning_loss`."""
         found = self.model.regressed(self.model.action_hidden(self._sequence(*self._inputs(observation))))
         wanted = torch.from_numpy(self._in_range(action)).flatten(1).to(found)
         return mean_of_steps((found - wanted).abs(), mask)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
-        """Convert token ids, or the regression head's values, [B, L] to chunks [B, K, A] float32 in the simulator's units."""
-        return (
-            super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(numpy_of(action).astype(np.float64))
-        )
-
-    def _sequence(self, tensors: dict[str, Any], padded: bool) -> Embedded:
-        pixels = self.normaliser(tensors["images"])
-        return self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
-
-    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
-        hidden = self.model.decide_hidden(self._sequence(tensors, padded))
-        distribution = TokenDistribution.from_logits(self.model.action_logits(hidden), temperature)
-        choices = distribution.sample(noise)
-        return Decision(choices, distribution.log_prob(choices), self._value(hidden[:, 0]))
-
-    def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
-        hidden = self.model.action_hidden(self._sequence(tensors, padded))
-        return self.model.action_logits(hidden), hidden[:, 0]
-
-    def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
-        return self.model.action_hidden(self._sequence(tensors, padded))[:, 0]
+        """Convert the head's values [B, L] to chunks [B, K, A] float32 in the simulator's units."""
+        return self._in_units(numpy_of(action).astype(np.float64))
 
 
-def _check_spec(
-    spec: SimSpec, options: VLAOptions, num_images: int, trained_dim: int, action_dim: int | None, proprio_dim: int | None
-) -> None:
+def _check_spec(spec: SimSpec, options: VLAOptions, num_images: int, trained_dim: int, oft: OFTConfig | None) -> None:
     """Check that a checkpoint fits a simulator, with a one-line error for each mismatch."""
     if spec.action.kind != "continuous":
         raise UserError(f"Task '{spec.task}' takes {spec.action.kind} actions; OpenVLA gives continuous ones.")
-    if action_dim is not None and action_dim != trained_dim:
-        raise UserError(f"The model gives {action_dim} action dimensions, but the data set '{options.unnorm_key}' has {trained_dim}.")
+    if oft is not None and oft.action_dim != trained_dim:
+        raise UserError(f"The model gives {oft.action_dim} action dimensions, but the data set '{options.unnorm_key}' has {trained_dim}.")
     if spec.action.dim != trained_dim:
         raise UserError(
             f"Task '{spec.task}' takes {spec.action.dim} action dimensions, but the checkpoint's data set has {trained_dim}. "
@@ -543,13 +392,13 @@ def _check_spec(
         raise UserError(f"The model sees {num_images} image(s), but policy.cameras names {len(options.cameras)}: {list(options.cameras)}.")
     for key in options.cameras:
         image_of(spec, key, "policy.cameras")
-    if proprio_dim is not None:
+    if oft is not None and oft.proprio_dim is not None:
         part = spec.tensors.get(options.proprio_key)
-        if part is None or part.shape != (proprio_dim,):
+        if part is None or part.shape != (oft.proprio_dim,):
             shape = "missing" if part is None else str(list(part.shape))
             raise UserError(
-                f"The model reads a robot state of {proprio_dim} numbers, but '{options.proprio_key}' of task '{spec.task}' is {shape}. "
-                f"Set policy.proprio_key.{did_you_mean(options.proprio_key, spec.tensors)}"
+                f"The model reads a robot state of {oft.proprio_dim} numbers, but '{options.proprio_key}' of task '{spec.task}' is "
+                f"{shape}. Set policy.proprio_key.{did_you_mean(options.proprio_key, spec.tensors)}"
             )
 
 
@@ -582,13 +431,12 @@ def load_vla_policy(
     directory = Path(directory)
     config = OpenVLAConfig.read(directory, vision)
     processor = OpenVLAProcessor.from_pretrained(directory, config)
-    policy: VLAPolicy
-    if oft is not None or OFT_KEY in config.raw:
-        chunked = OpenVLAOFT.from_pretrained(directory, oft, dtype=dtype, device=device, vision=vision)
-        policy = OFTPolicy(chunked, processor, spec, options, value_head=value_head, values=values)
-    else:
-        model = OpenVLA.from_pretrained(directory, dtype=dtype, device=device, vision=vision)
-        policy = OpenVLAPolicy(model, processor, spec, options, value_head=value_head)
+    oft = oft or config.noted_oft(directory)
+    model: VisionLanguageModel
+    model = (OpenVLA if oft is None else OpenVLAOFT).from_pretrained(directory, oft, dtype=dtype, device=device, vision=vision)
+    if oft is not None and oft.head == "l1":
+        return RegressionPolicy(model, processor, spec, options, value_head=False)
+    policy = VLAPolicy(model, processor, spec, options, value_head=value_head, values=values)
     if policy.value_head is not None and (directory / VALUE_HEAD).exists():
         policy.load_value_head(directory / VALUE_HEAD)
     return policy

@@ -15,8 +15,8 @@ from transformers import LogitsProcessor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
-from embodied_rl.policies.openvla.model import Embedded, OpenVLA
-from embodied_rl.policies.openvla.policy import Accelerated, Generated, _Graph, generate
+from embodied_rl.policies.openvla.model import Embedded, Generated, OpenVLA
+from embodied_rl.policies.openvla.policy import Accelerated, _Graph
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from tests.policies.openvla.conftest import VISION
 
@@ -26,15 +26,15 @@ def batch(model: OpenVLA, processor: OpenVLAProcessor, meta: dict[str, Any], pix
     """Two rows of different length."""
     prompts = processor.prompts(meta["instructions"])
     with torch.no_grad():
-        return model.prefix(pixels, prompts.input_ids, prompts.mask, padded=True)
+        return model.sequence(pixels, prompts.input_ids, prompts.mask, padded=True)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 @torch.no_grad()
 def test_log_probs_equal_the_training_pass(model: OpenVLA, batch: Embedded, temperature: float) -> None:
     noise = torch.rand(2, 7, generator=torch.Generator().manual_seed(0))
-    sampled = generate(model, batch, noise, 7, temperature)
-    logits, at_prompt = model.teacher_forced(batch, sampled.choices + model.tokens.first_token)
+    sampled = model.decide(batch, noise, 7, temperature)
+    logits, at_prompt = model.scores(batch, sampled.choices + model.tokens.first_token)
     recomputed = TokenDistribution.from_logits(logits, temperature)
     torch.testing.assert_close(recomputed.log_prob(sampled.choices), sampled.log_prob, atol=1e-4, rtol=0)
     torch.testing.assert_close(at_prompt, sampled.hidden, atol=1e-4, rtol=0)
@@ -46,11 +46,11 @@ def test_log_probs_equal_the_training_pass(model: OpenVLA, batch: Embedded, temp
 def test_a_row_does_not_depend_on_its_neighbours(model: OpenVLA, processor: OpenVLAProcessor, meta: dict[str, Any], pixels: Tensor) -> None:
     noise = torch.rand(2, 7, generator=torch.Generator().manual_seed(1))
     wide = processor.prompts(meta["instructions"], length=50)
-    together = generate(model, model.prefix(pixels, wide.input_ids, wide.mask, padded=True), noise, 7)
+    together = model.decide(model.sequence(pixels, wide.input_ids, wide.mask, padded=True), noise, 7)
     for row in (0, 1):
         own = processor.prompts([meta["instructions"][row]])
-        prefix = model.prefix(pixels[row : row + 1], own.input_ids, own.mask, padded=False)
-        alone = generate(model, prefix, noise[row : row + 1], 7)
+        prefix = model.sequence(pixels[row : row + 1], own.input_ids, own.mask, padded=False)
+        alone = model.decide(prefix, noise[row : row + 1], 7)
         assert torch.equal(alone.choices, together.choices[row : row + 1])
         torch.testing.assert_close(alone.log_prob, together.log_prob[row : row + 1], atol=1e-4, rtol=0)
 
@@ -76,7 +76,7 @@ def test_equals_transformers_generate(model: OpenVLA, batch: Embedded) -> None:
         return_dict_in_generate=True,
         eos_token_id=None,
     )
-    ours = generate(model, batch, None, 7)
+    ours = model.decide(batch, None, 7)
     assert torch.equal(output.sequences, ours.choices + 31744)
     theirs = torch.stack(output.scores, dim=1)[..., 31744:32000].log_softmax(-1)
     torch.testing.assert_close(theirs.gather(-1, ours.choices[..., None])[..., 0], ours.log_prob, atol=1e-4, rtol=0)
@@ -88,7 +88,7 @@ def test_samples_follow_the_distribution(model: OpenVLA, batch: Embedded) -> Non
     many = Embedded(row.embeds.expand(64, -1, -1), row.mask.expand(64, -1), padded=False)
     probabilities = TokenDistribution.from_logits(model.action_logits(model.hidden(row)[:, -1:])).log_probs.exp()[0, 0]
     noise = ((torch.arange(64) + 0.5) / 64).view(64, 1)
-    counts = Counter(generate(model, many, noise, 1).choices.flatten().tolist())
+    counts = Counter(model.decide(many, noise, 1).choices.flatten().tolist())
     assert max(counts.values()) >= 4, "a distribution this flat would prove nothing"
     # Noise spread evenly over 64 places: a count is the probability times 64, to one place at either end.
     for choice, probability in enumerate(probabilities.tolist()):
@@ -97,7 +97,7 @@ def test_samples_follow_the_distribution(model: OpenVLA, batch: Embedded) -> Non
 
 @torch.no_grad()
 def test_one_token_needs_no_step(model: OpenVLA, batch: Embedded) -> None:
-    one, seven = generate(model, batch, None, 1), generate(model, batch, None, 7)
+    one, seven = model.decide(batch, None, 1), model.decide(batch, None, 7)
     assert torch.equal(one.choices, seven.choices[:, :1])
 
 
@@ -106,22 +106,22 @@ def test_a_weight_update_is_seen_however_it_is_written(model: OpenVLA, batch: Em
     """In place, as an optimizer and the weight sync write it, and by new parameters in the old ones' place."""
     own = copy.deepcopy(model)
     noise = torch.rand(2, 2, generator=torch.Generator().manual_seed(5))
-    before = generate(own, batch, noise, 2)
+    before = own.decide(batch, noise, 2)
     generator = torch.Generator().manual_seed(6)
     changed = {name: value + 0.05 * value.std() * torch.randn(value.shape, generator=generator) for name, value in own.state_dict().items()}
     for assign in (False, True):
         fresh = copy.deepcopy(model)
-        generate(fresh, batch, noise, 2)
+        fresh.decide(batch, noise, 2)
         fresh.load_state_dict(changed, assign=assign)
-        found = generate(fresh, batch, noise, 2)
-        logits, _ = fresh.teacher_forced(batch, found.choices + fresh.tokens.first_token)
+        found = fresh.decide(batch, noise, 2)
+        logits, _ = fresh.scores(batch, found.choices + fresh.tokens.first_token)
         torch.testing.assert_close(TokenDistribution.from_logits(logits).log_prob(found.choices), found.log_prob, atol=1e-4, rtol=0)
         assert (found.hidden - before.hidden).abs().max() > 0.01
 
 
 def decide(model: OpenVLA, num_tokens: int = 7) -> Any:
     def run(*, embeds: Tensor, mask: Tensor, noise: Tensor | None, padded: bool) -> Generated:
-        return generate(model, Embedded(embeds, mask, padded), noise, num_tokens)
+        return model.decide(Embedded(embeds, mask, padded), noise, num_tokens)
 
     return run
 
@@ -143,7 +143,7 @@ def test_the_whole_decision_is_one_traced_region(model: OpenVLA, batch: Embedded
 def test_graphs_are_for_gpus_only(model: OpenVLA, batch: Embedded) -> None:
     graphed: Accelerated[Generated] = Accelerated(decide(model), "cuda_graph")
     tensors: dict[str, Tensor | None] = {"embeds": batch.embeds, "mask": batch.mask, "noise": None}
-    assert torch.equal(graphed(tensors, padded=True).choices, generate(model, batch, None, 7).choices)
+    assert torch.equal(graphed(tensors, padded=True).choices, model.decide(batch, None, 7).choices)
     assert graphed.num_graphs == 0
 
 
@@ -184,7 +184,7 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(model: OpenVLA, ba
             embeds = (batch.embeds + shift * torch.randn(batch.embeds.shape, generator=generator)).to(device)
             noise = torch.rand(2, 7, generator=generator).to(device)
             found = graphed({"embeds": embeds, "mask": batch.mask.to(device), "noise": noise}, padded=True)
-            expected = generate(on_gpu, Embedded(embeds, batch.mask.to(device), padded=True), noise, 7)
+            expected = on_gpu.decide(Embedded(embeds, batch.mask.to(device), padded=True), noise, 7)
             assert torch.equal(found.choices, expected.choices)
             torch.testing.assert_close(found.log_prob, expected.log_prob, atol=1e-4, rtol=0)
     assert graphed.num_graphs == 1
@@ -200,8 +200,8 @@ def test_generation_in_bfloat16_on_a_gpu_agrees_with_its_training_pass(model: Op
     half = OpenVLA(OpenVLAConfig(text=model.config.text, vision=VISION)).to(device, torch.bfloat16)
     half.load_state_dict(model.state_dict())
     moved = Embedded(batch.embeds.to(device, torch.bfloat16), batch.mask.to(device), padded=True)
-    sampled = generate(half, moved, torch.rand(2, 7, device=device), 7)
-    logits, _ = half.teacher_forced(moved, sampled.choices + half.tokens.first_token)
+    sampled = half.decide(moved, torch.rand(2, 7, device=device), 7)
+    logits, _ = half.scores(moved, sampled.choices + half.tokens.first_token)
     found = TokenDistribution.from_logits(logits).log_prob(sampled.choices)
     # Logits of up to 8 are rounded in steps of 1/32, after hidden states that were rounded in each layer.
     torch.testing.assert_close(found, sampled.log_prob, atol=0.25, rtol=0)

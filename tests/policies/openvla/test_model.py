@@ -13,7 +13,6 @@ from torch import Tensor
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, attention_mask
-from embodied_rl.policies.openvla.policy import generate
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor, range_of
 from tests.policies.openvla.conftest import FIXTURES
 
@@ -22,7 +21,7 @@ CLOSE = {"atol": 5e-4, "rtol": 0.0}
 
 def prefix_of(model: OpenVLA, processor: OpenVLAProcessor, meta: dict[str, Any], pixels: Tensor, sample: int) -> Embedded:
     prompt = processor.prompts([meta["instructions"][sample]])
-    return model.prefix(pixels[sample : sample + 1], prompt.input_ids, prompt.mask, padded=False)
+    return model.sequence(pixels[sample : sample + 1], prompt.input_ids, prompt.mask, padded=False)
 
 
 @pytest.mark.parametrize("sample", [0, 1])
@@ -49,7 +48,7 @@ def test_teacher_forced_logits_and_log_probs_equal_the_original(
 ) -> None:
     name = f"s{sample}."
     tokens = io[name + "tf_action_tokens"]
-    logits, at_prompt = model.teacher_forced(prefix_of(model, processor, meta, pixels, sample), tokens)
+    logits, at_prompt = model.scores(prefix_of(model, processor, meta, pixels, sample), tokens)
     torch.testing.assert_close(logits, io[name + "tf_logits_action_range"], **CLOSE)
     torch.testing.assert_close(at_prompt, io[name + "tf_hidden_last"][:, 0], **CLOSE)
     log_prob = TokenDistribution.from_logits(logits).log_prob(model.tokens.choices(tokens))
@@ -64,9 +63,9 @@ def test_batched_and_padded_rows_equal_the_original(
     prompts = processor.prompts(meta["instructions"], length=40)
     assert int(prompts.mask[0].sum()) == 23
     assert int(prompts.mask[1].sum()) == 35
-    prefix = model.prefix(pixels, prompts.input_ids, prompts.mask, padded=True)
+    prefix = model.sequence(pixels, prompts.input_ids, prompts.mask, padded=True)
     tokens = torch.cat([io["s0.tf_action_tokens"], io["s1.tf_action_tokens"]])
-    logits, _ = model.teacher_forced(prefix, tokens)
+    logits, _ = model.scores(prefix, tokens)
     for sample in (0, 1):
         torch.testing.assert_close(logits[sample : sample + 1], io[f"s{sample}.tf_logits_action_range"], **CLOSE)
     hidden = model.hidden(prefix)
@@ -82,9 +81,9 @@ def test_greedy_actions_equal_the_original(
 ) -> None:
     scale = range_of(model.config.norm_stats, meta["unnorm_key"])
     prompts = processor.prompts(meta["instructions"])
-    both = generate(model, model.prefix(pixels, prompts.input_ids, prompts.mask, padded=True), None, 7)
+    both = model.decide(model.sequence(pixels, prompts.input_ids, prompts.mask, padded=True), None, 7)
     for sample in (0, 1):
-        alone = generate(model, prefix_of(model, processor, meta, pixels, sample), None, 7)
+        alone = model.decide(prefix_of(model, processor, meta, pixels, sample), None, 7)
         for choices in (alone.choices, both.choices[sample : sample + 1]):
             tokens = choices + model.tokens.first_token
             assert torch.equal(tokens, io[f"s{sample}.generated_ids"])

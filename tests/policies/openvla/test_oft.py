@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.openvla.model import Embedded
-from embodied_rl.policies.openvla.oft import PARTS, OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.model import PARTS, Embedded
+from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
 from embodied_rl.policies.openvla.processor import PixelNormaliser, range_of
 from tests.policies.openvla.conftest import FIXTURES, VISION
 

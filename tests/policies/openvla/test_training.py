@@ -28,8 +28,8 @@ from embodied_rl.learning.optimizer import Optimizer
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.config import shapes_of
-from embodied_rl.policies.openvla.model import OpenVLA
-from embodied_rl.policies.openvla.oft import PARTS, OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.model import PARTS, OpenVLA
+from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
 from embodied_rl.policies.openvla.policy import VLAPolicy, _add_lora
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.train import train
