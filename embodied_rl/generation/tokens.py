@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -379,11 +380,21 @@ _YIELD_S = 0.0005
 
 
 class Stepwise(TokenBackend):
-    """Base of token backends that sample inside `poll`: a subclass provides `_step` and `num_in_flight`, and appends to `_ready`."""
+    """Base of token backends that sample inside `poll`. A subclass says in `_check`, `_grow` and `_begin` how it accepts a request, samples
+    in `_step`, where it ends requests by `_end`, and forgets requests in `_drop`."""
 
-    def __init__(self) -> None:
+    version: int = 0
+    can_constrain: bool = False
+
+    def __init__(self, context: int = sys.maxsize, seed: int = 0) -> None:
+        """`context`: tokens of prompt and answer together; `seed`: for requests without one."""
+        self._context, self._seed = context, seed
+        self._growing: dict[int, Growing] = {}
+        """{request in flight: its tokens so far}, oldest first."""
         self._ready: list[Completion] = []
         self._paused = False
+        self._paused_before: bool | None = None
+        """Whether sampling was paused when the memory was released; None: the memory is there."""
         self._lock = threading.Lock()
         self._callers = 0
         self._callers_lock = threading.Lock()
@@ -391,11 +402,84 @@ class Stepwise(TokenBackend):
     @property
     def num_in_flight(self) -> int:
         """Number of unfinished requests, including those not yet begun."""
-        raise NotImplementedError
+        return len(self._growing)
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise UserError for a request that the backend cannot answer; called for all before the first begins."""
+
+    def _grow(self, request: GenerationRequest, room: ContextRoom) -> Growing:
+        """Make the state of a request, before the first begins. Raises UserError."""
+        return Growing(request, room)
+
+    def _begin(self, growing: Growing) -> None:
+        """Begin a request, or note it for the next step. Raises UserError."""
 
     def _step(self) -> None:
         """Sample one token for each active request."""
         raise NotImplementedError
+
+    def _drop(self, growing: Sequence[Growing]) -> None:
+        """Forget requests in flight, which are then aborted."""
+
+    def _free(self) -> int:
+        """Free the memory of keys and values; return its bytes."""
+        return 0
+
+    def _refill(self) -> None:
+        """Bring back what `_free` freed."""
+
+    def _end(self, growing: Growing, reason: FinishReason, failure: Failure | None = None) -> None:
+        del self._growing[growing.request.request_id]
+        self._ready.append(growing.completion(reason, failure))
+
+    def _seed_of(self, request: GenerationRequest) -> int:
+        return derive_seed(self._seed, request.request_id) if request.seed is None else request.seed
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        with self._turn():
+            check_new_ids(requests, self._growing)
+            for request in requests:
+                self._check(request)
+            rooms = [(request, context_room(request, self._context)) for request in requests]
+            failed = [Completion.failed(request.request_id, room) for request, room in rooms if isinstance(room, Failure)]
+            begun = [self._grow(request, room) for request, room in rooms if isinstance(room, ContextRoom)]
+            self._ready += failed
+            for growing in begun:
+                self._begin(growing)
+                self._growing[growing.request.request_id] = growing
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        with self._turn():
+            dropped = [self._growing[number] for number in dict.fromkeys(request_ids) if number in self._growing]
+            self._drop(dropped)
+            for growing in dropped:
+                self._end(growing, "aborted")
+
+    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
+        with self._turn():
+            return {number: list(self._growing[number].token_ids) for number in request_ids if number in self._growing}
+
+    def release_memory(self) -> int:
+        """Free the memory of keys and values and stop sampling until `restore_memory`; return the number of bytes freed.
+
+        Requests in flight stay; the weights at the time of restoring recompute their keys and values.
+        """
+        with self._turn():
+            if self._paused_before is not None:
+                return 0
+            self._paused_before, self._paused = self._paused, True
+            return self._free()
+
+    def restore_memory(self) -> None:
+        with self._turn():
+            if self._paused_before is not None:
+                self._paused, self._paused_before = self._paused_before, None
+                self._refill()
+
+    def close(self) -> None:
+        """Drop requests in flight."""
+        with self._turn():
+            self._growing, self._ready = {}, []
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
         """See `TokenBackend.poll`: runs at least one step, until enough is ready."""
@@ -544,41 +628,22 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 
 
 class _Instant(Stepwise):
-    """Shared base of the backends without a model: requests wait in order, and one step answers them all in full."""
+    """Shared base of the backends without a model: one step answers all requests in full, in order."""
 
-    version: int = 0
-    """Version of the last `load_weights`; there are no weights."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__()
+    def __init__(self, version: int, seed: int = 0) -> None:
+        super().__init__(seed=seed)
         self.version = version
-        self._waiting: list[GenerationRequest] = []
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._waiting)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        check_new_ids(requests, (request.request_id for request in self._waiting))
-        refuse_structures(requests)
-        self._waiting += requests
+    def _check(self, request: GenerationRequest) -> None:
+        refuse_structures([request])
 
     def _step(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._ready += [self._answer(request) for request in waiting]
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`; no token was sampled yet."""
-        wanted = set(request_ids)
-        self._ready += [Completion.of(r.request_id, [], [], [], [], "aborted") for r in self._waiting if r.request_id in wanted]
-        self._waiting = [request for request in self._waiting if request.request_id not in wanted]
+        waiting, self._growing = self._growing, {}
+        self._ready += [self._answer(growing.request) for growing in waiting.values()]
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Set the version; there are no weights to load."""
         self.version = version
-
-    def close(self) -> None:
-        self._waiting, self._ready = [], []
 
     def _answer(self, request: GenerationRequest) -> Completion:
         raise NotImplementedError
@@ -625,15 +690,14 @@ class RandomTokens(_Instant):
         version: int = 0,
     ) -> None:
         """Pass exactly one of `choices` and `token_ids`. Raises UserError for neither, both, or an empty one."""
-        super().__init__(version)
+        super().__init__(version, seed)
         if (choices is None) == (token_ids is None) or not (choices or token_ids) or any(len(choice) == 0 for choice in choices or ()):
             raise UserError("RandomTokens needs either choices (answers of at least one token) or token_ids, not both.")
         self._choices = None if choices is None else [[int(token) for token in choice] for choice in choices]
         self._token_ids = None if token_ids is None else np.unique(np.asarray(token_ids, np.int64))
-        self._seed = seed
 
     def _answer(self, request: GenerationRequest) -> Completion:
-        generator = uniform_stream(derive_seed(self._seed, request.request_id) if request.seed is None else request.seed)
+        generator = uniform_stream(self._seed_of(request))
         if self._choices is not None:
             chosen = self._choices[int(generator.integers(len(self._choices)))]
             return self._completion(request, chosen, self._prefix_log_prob(chosen))

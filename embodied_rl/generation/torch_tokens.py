@@ -23,15 +23,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import (
-    Completion,
+    ContextRoom,
     Failure,
     FinishReason,
     GenerationRequest,
     Growing,
     Stepwise,
-    check_new_ids,
-    context_room,
-    derive_seed,
     uniform_stream,
 )
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
@@ -374,9 +371,6 @@ class _Admitted:
 class TorchTokens(Stepwise):
     """Implements `TokenBackend` with a transformers model that it owns (`LanguagePolicy.generation_model()`)."""
 
-    version: int = 0
-    can_constrain: bool = False
-    """See `TokenBackend`; True with a tokenizer."""
     can_free_memory: bool = True
     """See `TokenCache`; always True, because the cache is a tensor."""
 
@@ -412,7 +406,7 @@ class TorchTokens(Stepwise):
         Raises:
             UserError: the model has layers other than attention, whose state cannot move between rows.
         """
-        super().__init__()
+        super().__init__(context or max_context(model.config), seed)
         self._config = model.config
         _check_layers(self._config)
         if caps_attention(self._config):
@@ -426,9 +420,8 @@ class TorchTokens(Stepwise):
         self._structures: Structures | None = None
         self._three_positions = vision is not None and hasattr(model.model, "get_rope_index")
         self._max_batch, self._max_prefill_tokens = max_batch, max_prefill_tokens
-        self._context = context or max_context(model.config)
         self.version, self.can_constrain = version, tokenizer is not None
-        self._seed, self._on_update = seed, on_update
+        self._on_update = on_update
         layers = text_config(self._config).num_hidden_layers
         self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context)
         self._rows: list[_Row] = []
@@ -437,43 +430,28 @@ class TorchTokens(Stepwise):
         self._kept: dict[int, np.ndarray] = {}
         """{row behind the active ones: its cached tokens}"""
         self._waiting: deque[_Row] = deque()
-        self._paused_before: bool | None = None
-        """Whether sampling was paused when the cache was freed; None: the cache exists."""
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._rows) + len(self._waiting)
+    # ---- requests, weights and memory -------------------------------------------------------------------------------
 
-    # ---- TokenBackend -----------------------------------------------------------------------------------------------
+    def _check(self, request: GenerationRequest) -> None:
+        if self._vision is not None:
+            self._vision.check(request.prompt_ids, request.images)
+        elif request.images:
+            raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        with self._turn():
-            check_new_ids(requests, (row.request.request_id for row in [*self._rows, *self._waiting]))
-            for request in requests:
-                self._check_images(request)
-            matchers = [self._matcher(request) for request in requests]
-            for request, matcher in zip(requests, matchers, strict=True):
-                room = context_room(request, self._context)
-                if isinstance(room, Failure):
-                    self._ready.append(Completion.failed(request.request_id, room))
-                    continue
-                seed = derive_seed(self._seed, request.request_id) if request.seed is None else request.seed
-                self._waiting.append(_Row(request, room, uniform_stream(seed), matcher, shares=not request.images))
+    def _grow(self, request: GenerationRequest, room: ContextRoom) -> _Row:
+        return _Row(request, room, uniform_stream(self._seed_of(request)), self._matcher(request), shares=not request.images)
+
+    def _begin(self, growing: Growing) -> None:
+        assert isinstance(growing, _Row)
+        self._waiting.append(growing)
 
     @torch.inference_mode()
-    def abort(self, request_ids: Iterable[int]) -> None:
-        wanted = set(request_ids)
-        with self._turn():
-            for index in reversed([i for i, row in enumerate(self._rows) if row.request.request_id in wanted]):
-                self._ready.append(self._rows[index].completion("aborted"))
-                self._remove(index)
-            self._ready += [row.completion("aborted") for row in self._waiting if row.request.request_id in wanted]
-            self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
-
-    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        wanted = set(request_ids)
-        with self._turn():
-            return {row.request.request_id: list(row.token_ids) for row in self._rows if row.request.request_id in wanted}
+    def _drop(self, growing: Sequence[Growing]) -> None:
+        dropped = {id(one) for one in growing}
+        for index in reversed([index for index, row in enumerate(self._rows) if id(row) in dropped]):
+            self._remove(index)
+        self._waiting = deque(row for row in self._waiting if id(row) not in dropped)
 
     @torch.inference_mode()
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -485,7 +463,7 @@ class TorchTokens(Stepwise):
             for row in self._rows:
                 row.shares &= self._on_update == "recompute"
             if self._on_update == "recompute" and self._paused_before is None:
-                self._fill_cache()
+                self._refill()
 
     @property
     def device(self) -> torch.device:
@@ -496,27 +474,18 @@ class TorchTokens(Stepwise):
     def cache_bytes(self) -> int:
         return self._cache.num_bytes
 
-    def release_memory(self) -> int:
-        """Free the key-value cache and stop sampling until `restore_memory`; return the number of bytes freed.
-
-        Requests in flight stay; the weights at the time of restoring recompute their keys and values.
-        """
-        with self._turn():
-            if self._paused_before is not None:
-                return 0
-            freed = self._cache.num_bytes
-            self._paused_before, self._paused = self._paused, True
-            self._kept.clear()
-            self._cache.free(min(_FIRST_COLUMNS, self._context))
-            torch.cuda.empty_cache()  # training may be another process
-            return freed
+    def _free(self) -> int:
+        freed = self._cache.num_bytes
+        self._kept.clear()
+        self._cache.free(min(_FIRST_COLUMNS, self._context))
+        torch.cuda.empty_cache()  # training may be another process
+        return freed
 
     @torch.inference_mode()
-    def restore_memory(self) -> None:
-        with self._turn():
-            if self._paused_before is not None:
-                self._paused, self._paused_before = self._paused_before, None
-                self._fill_cache()
+    def _refill(self) -> None:
+        """Compute keys and values of all active rows with the current weights."""
+        for group in self._groups(list(range(len(self._rows)))):
+            self._run_prompts([self._rows[index] for index in group], group)
 
     def forget(self) -> None:
         with self._turn():
@@ -524,8 +493,9 @@ class TorchTokens(Stepwise):
 
     def close(self) -> None:
         """Drop requests and cache."""
+        super().close()
         with self._turn():
-            self._rows, self._ready, self._kept = [], [], {}
+            self._rows, self._kept = [], {}
             self._waiting.clear()
             self._cache.free(1)
 
@@ -556,7 +526,7 @@ class TorchTokens(Stepwise):
         for index in reversed(indices):
             reason = self._rows[index].end()
             if reason is not None:
-                self._ready.append(self._rows[index].completion(reason, _STUCK if reason == "failed" else None))
+                self._end(self._rows[index], reason, _STUCK if reason == "failed" else None)
                 self._remove(index)
 
     def _admit(self) -> None:
@@ -647,11 +617,6 @@ class TorchTokens(Stepwise):
                 groups.append([index])
                 longest = length
         return groups
-
-    def _fill_cache(self) -> None:
-        """Compute keys and values of all active rows with the current weights."""
-        for group in self._groups(list(range(len(self._rows)))):
-            self._run_prompts([self._rows[index] for index in group], group)
 
     def _length(self, index: int) -> int:
         row = self._rows[index]
@@ -779,12 +744,6 @@ class TorchTokens(Stepwise):
         if "sliding_attention" in kinds:
             return {"full_attention": of(None), "sliding_attention": of(window)}
         return of(None if kinds else window)
-
-    def _check_images(self, request: GenerationRequest) -> None:
-        if self._vision is not None:
-            self._vision.check(request.prompt_ids, request.images)
-        elif request.images:
-            raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
 
 
 def _check_layers(config: PretrainedConfig) -> None:

@@ -101,46 +101,6 @@ class _Groups:
 _groups = _Groups()
 
 
-class Sleeper:
-    """Puts an engine to sleep and wakes it.
-
-    On GPUs this frees memory (vLLM's sleep level 1). The CPU build keeps it: sleeping only stops the engine, and `frees` is False.
-    """
-
-    def __init__(self, engine: Any, *, on_processors: bool) -> None:
-        self.frees = not on_processors
-        self.device = torch.device("cpu" if on_processors else "cuda")
-        self.asleep = False
-        self._engine, self._weights_are_here = engine, True
-        self._bytes = sum(engine.collective_rpc("embodied_cache_bytes"))
-
-    @property
-    def cache_bytes(self) -> int:
-        """Current size of keys and values, over all workers."""
-        return 0 if self.asleep and self.frees else self._bytes
-
-    def sleep(self) -> int:
-        """Stop sampling until `wake`; return the bytes of keys and values freed, which are recomputed afterwards."""
-        if self.asleep:
-            return 0
-        before = self.cache_bytes
-        self._engine.sleep(level=1, mode="keep")
-        self.asleep, self._weights_are_here = True, False
-        return before - self.cache_bytes
-
-    def wake_weights(self) -> None:
-        """Restore the old weights' memory, so that new weights can be written over them."""
-        if not self._weights_are_here:
-            self._engine.wake_up(tags=["weights"])
-            self._weights_are_here = True
-
-    def wake(self) -> None:
-        """Continue where `sleep` stopped."""
-        if self.asleep:
-            self._engine.wake_up(tags=["kv_cache"] if self._weights_are_here else None)
-            self.asleep, self._weights_are_here = False, True
-
-
 # ---- vision-language models -------------------------------------------------------------------------------------------
 
 # vLLM prepares pictures with the model's own transformers processor. Its own vision-language models import torchvision; its transformers
@@ -156,6 +116,7 @@ class VLLMVision:
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
         """Raises UserError if vLLM cannot prepare this model's pictures on this machine."""
+        check_tokenizer(folder)  # vLLM's picture processor writes placeholders with it
         self.inputs, self._config = VisionInputs.read(folder, config), config
         if config.model_type not in _WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
             raise UserError(
@@ -164,14 +125,6 @@ class VLLMVision:
                 "(generation=tokens_torch), which serves every model that can be trained."
             )
         self._folder = folder
-
-    @staticmethod
-    def of(folder: Path, config: PretrainedConfig) -> VLLMVision | None:
-        """Settings of a model folder; None: the model reads only text. Raises UserError as the constructor."""
-        if not is_vision_language(config):
-            return None
-        check_tokenizer(folder)  # vLLM's picture processor writes placeholders with it
-        return VLLMVision(folder, config)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's EngineArgs."""
@@ -198,10 +151,6 @@ class VLLMVision:
             "num_additional_image_tokens": 1,
             "image_token": tokenizer.convert_ids_to_tokens(self.inputs.image_token_id),
         }
-
-    def check(self, request: tokens.GenerationRequest) -> None:
-        """Raise UserError if the prompt's image tokens do not match its images."""
-        self.inputs.check(request.prompt_ids, request.images)
 
     def prompt(self, request: tokens.GenerationRequest) -> dict[str, Any]:
         """vLLM's prompt: one placeholder per picture, which its processor expands to the number that `check_read` expects."""
@@ -337,14 +286,14 @@ def _shut_down(engine: Any) -> None:
         engine.engine_core.shutdown()
 
 
-def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, options: VLLMOptions) -> Any:
+def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, seed: int) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        seed=tokens.derive_seed(options.seed, request.request_id) if request.seed is None else request.seed,
+        seed=seed,
         max_tokens=room.max_new_tokens,
         stop_token_ids=list(request.stop_ids),
         # The model's own end of sequence counts only if the request names it.
@@ -365,27 +314,16 @@ def _prompt(request: tokens.GenerationRequest, version: int, vision: VLLMVision 
     return {"prompt_token_ids": request.prompt_ids.tolist(), **salt}
 
 
-def _check(request: tokens.GenerationRequest, vision: VLLMVision | None) -> None:
-    """Raise UserError for images that the model cannot take or that do not fit the prompt, and for unsupported settings."""
-    if request.temperature > _MAX_TEMPERATURE:
-        raise UserError(f"Request {request.request_id} has temperature {request.temperature}; vLLM takes at most {_MAX_TEMPERATURE}.")
-    if vision is not None:
-        vision.check(request)
-    elif request.images:
-        raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
-
-
-class _Answer(tokens.Growing):
-    def add(self, output: CompletionOutput) -> None:
-        """Append the new tokens of a vLLM CompletionOutput; versions are the caller's."""
-        for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
-            assert found is not None, "log-probabilities were asked for"
-            self.token_ids.append(int(token))
-            self.log_prob.append(found[OWN_COLUMN].logprob)
-            self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else found[SAMPLING_COLUMN].logprob)
-            if count := self.request.top_logprobs:
-                likely = [(int(name), one.logprob) for name, one in found.items() if name >= 0]
-                self.top.append(sorted(likely, key=lambda one: -one[1])[:count])
+def _add(growing: tokens.Growing, output: CompletionOutput) -> None:
+    """Append the new tokens of a vLLM CompletionOutput; versions are the caller's."""
+    for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
+        assert found is not None, "log-probabilities were asked for"
+        growing.token_ids.append(int(token))
+        growing.log_prob.append(found[OWN_COLUMN].logprob)
+        growing.sampling_log_prob.append(0.0 if growing.request.temperature == 0 else found[SAMPLING_COLUMN].logprob)
+        if count := growing.request.top_logprobs:
+            likely = [(int(name), one.logprob) for name, one in found.items() if name >= 0]
+            growing.top.append(sorted(likely, key=lambda one: -one[1])[:count])
 
 
 class VLLMTokens(tokens.Stepwise):
@@ -394,9 +332,6 @@ class VLLMTokens(tokens.Stepwise):
     This is the simplest setup to debug, and weights need no copy between processes.
     """
 
-    version: int = 0
-    can_constrain: bool = False
-    """See `TokenBackend`; True if the folder has a tokenizer."""
     can_free_memory: bool = False
     """See `TokenCache`; True on GPUs."""
     device: torch.device = torch.device("cpu")
@@ -404,7 +339,7 @@ class VLLMTokens(tokens.Stepwise):
 
     def __init__(self, options: VLLMOptions) -> None:
         """Load the model and start the engine. Raises MissingExtraError; UserError: the folder is incomplete, or vLLM refuses it."""
-        super().__init__()
+        super().__init__(seed=options.seed)
         folder = Path(options.model)
         check_model_folder(folder)
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -414,7 +349,7 @@ class VLLMTokens(tokens.Stepwise):
                 "Its log-probabilities in vLLM are not the trainer's, and new weights do not reach the matrices that vLLM derives from it. "
                 "Use the torch backend (generation=tokens_torch)."
             )
-        self._vision = VLLMVision.of(folder, config)
+        self._vision = VLLMVision(folder, config) if is_vision_language(config) else None
         arguments = _engine_arguments(options, self._vision)
         if self._vision is not None:
             keep_transformers_classes()
@@ -424,71 +359,57 @@ class VLLMTokens(tokens.Stepwise):
         self._context = int(self._engine.model_config.max_model_len)
         if self._vision is not None:
             self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
-        self._answers: dict[str, _Answer] = {}
-        self._sleeper = Sleeper(self._engine, on_processors=_on_processors())
-        self.can_free_memory, self.device = self._sleeper.frees, self._sleeper.device
-        self._paused_before = False
+        self.can_free_memory = not _on_processors()
+        self.device = torch.device("cuda" if self.can_free_memory else "cpu")
+        self._cache_bytes = sum(self._engine.collective_rpc("embodied_cache_bytes"))
+        self._weights_are_here = True
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._answers)
+    def _check(self, request: tokens.GenerationRequest) -> None:
+        """Raise UserError for images that the model cannot take or that do not fit the prompt, and for unsupported settings."""
+        if request.temperature > _MAX_TEMPERATURE:
+            raise UserError(f"Request {request.request_id} has temperature {request.temperature}; vLLM takes at most {_MAX_TEMPERATURE}.")
+        if self._vision is not None:
+            self._vision.inputs.check(request.prompt_ids, request.images)
+        elif request.images:
+            raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
 
-    def submit(self, requests: Sequence[tokens.GenerationRequest]) -> None:
-        with self._turn():
-            tokens.check_new_ids(requests, (answer.request.request_id for answer in self._answers.values()))
-            for request in requests:
-                _check(request, self._vision)
-            for request in requests:
-                room = tokens.context_room(request, self._context)
-                if isinstance(room, tokens.Failure):
-                    self._ready.append(tokens.Completion.failed(request.request_id, room))
-                    continue
-                parameters = _sampling(request, room, self._options)
-                name = str(request.request_id)
-                self._add(name, request, parameters)
-                self._answers[name] = _Answer(request, room)
-
-    def _add(self, name: str, request: tokens.GenerationRequest, parameters: object) -> None:
+    def _begin(self, growing: tokens.Growing) -> None:
         """Add a request to the engine. Raises UserError if vLLM refuses it, for a structure that cannot be compiled, say."""
         from vllm.exceptions import VLLMClientError
 
+        request = growing.request
+        parameters = _sampling(request, growing.room, self._seed_of(request))
         try:
-            self._engine.add_request(name, _prompt(request, self.version, self._vision), parameters)
+            self._engine.add_request(str(request.request_id), _prompt(request, self.version, self._vision), parameters)
         except (VLLMClientError, ValueError) as error:
             if request.structure is not None:
                 raise not_compiled(error.__cause__ or error) from error
-            raise UserError(f"vLLM refuses request {name}: {' '.join(str(error).split())[:300]}") from error
+            raise UserError(f"vLLM refuses request {request.request_id}: {' '.join(str(error).split())[:300]}") from error
 
     def _step(self) -> None:
         for output in self._engine.step():
-            answer = self._answers.get(output.request_id)
-            if answer is None:
+            growing = self._growing.get(int(output.request_id))
+            if growing is None:
                 continue
             if self._vision is not None:
-                self._vision.check_read(answer.request, output.prompt_token_ids)
+                self._vision.check_read(growing.request, output.prompt_token_ids)
             part = output.outputs[0]
-            answer.add(part)
-            answer.version += [self.version] * len(part.token_ids)
+            _add(growing, part)
+            growing.version += [self.version] * len(part.token_ids)
             if output.finished:
-                del self._answers[output.request_id]
                 reason = _REASONS.get(part.finish_reason)
                 failure = None if reason else tokens.Failure("rejected", f"vLLM aborted the request ({part.finish_reason}); see its log.")
-                self._ready.append(answer.completion(reason or "failed", failure))
+                self._end(growing, reason or "failed", failure)
 
-    def abort(self, request_ids: Iterable[int]) -> None:
-        with self._turn():
-            names = [name for name in map(str, request_ids) if name in self._answers]
-            self._engine.abort_request(names)
-            self._ready += [self._answers.pop(name).completion("aborted") for name in names]
-
-    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        with self._turn():
-            return {number: list(self._answers[str(number)].token_ids) for number in request_ids if str(number) in self._answers}
+    def _drop(self, growing: Sequence[tokens.Growing]) -> None:
+        self._engine.abort_request([str(one.request.request_id) for one in growing])
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `TokenBackend.load_weights`; loads between two steps, tensor by tensor."""
         with self._turn():
-            self._sleeper.wake_weights()
+            if not self._weights_are_here:  # the old weights' memory, over which new weights are written
+                self._engine.wake_up(tags=["weights"])
+                self._weights_are_here = True
             try:
                 self._engine.collective_rpc("embodied_load_tensors", args=(tensors,))
             except Exception as error:  # any exception of the model's own code
@@ -503,26 +424,23 @@ class VLLMTokens(tokens.Stepwise):
 
     @property
     def cache_bytes(self) -> int:
-        return self._sleeper.cache_bytes
+        """Current size of keys and values, over all workers."""
+        return 0 if self._paused_before is not None and self.can_free_memory else self._cache_bytes
 
-    def release_memory(self) -> int:
-        """Sleep (`Sleeper.sleep`): stop sampling until `restore_memory`, and return the bytes of keys and values freed."""
-        with self._turn():
-            if self._sleeper.asleep:
-                return 0
-            self._paused_before, self._paused = self._paused, True
-            return self._sleeper.sleep()
+    def _free(self) -> int:
+        """Put the engine to sleep. On GPUs this frees memory (vLLM's sleep level 1); the CPU build keeps it, and the engine only stops."""
+        self._engine.sleep(level=1, mode="keep")
+        self._weights_are_here = False
+        return self._cache_bytes if self.can_free_memory else 0
 
-    def restore_memory(self) -> None:
-        with self._turn():
-            if self._sleeper.asleep:
-                self._sleeper.wake()
-                self._paused = self._paused_before
+    def _refill(self) -> None:
+        self._engine.wake_up(tags=["kv_cache"] if self._weights_are_here else None)
+        self._weights_are_here = True
 
     def close(self) -> None:
         with self._turn():
             if self._engine is not None:
-                self._engine.abort_request(list(self._answers))
+                self._engine.abort_request([str(number) for number in self._growing])
                 self._engine = None
                 self._finalizer()
-            self._answers, self._ready = {}, []
+        super().close()

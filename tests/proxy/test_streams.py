@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.config.policy import LanguageConfig
-from embodied_rl.generation.tokens import Completion, FinishReason, GenerationRequest, Stepwise
+from embodied_rl.generation.tokens import Stepwise
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
@@ -39,41 +39,21 @@ class LetterByLetter(Stepwise):
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
         self.allowed = threading.Semaphore(0)
-        self._tokens, self._rows = tokens, dict[int, list[int]]()
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._rows)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        with self._turn():
-            self._rows |= {request.request_id: [] for request in requests}
+        self._tokens = tokens
 
     def _step(self) -> None:
-        for number, row in list(self._rows.items()):
+        for growing in list(self._growing.values()):
             if not self.allowed.acquire(timeout=0.002):
                 return
-            row.append(self._tokens[len(row)])
-            if len(row) == len(self._tokens):
-                self._end(number, "stop")
-
-    def _end(self, number: int, reason: FinishReason) -> None:
-        row = self._rows.pop(number)
-        self._ready.append(Completion.of(number, row, [0.0] * len(row), [0.0] * len(row), [3] * len(row), reason))
-
-    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        return {number: list(self._rows[number]) for number in request_ids if number in self._rows}
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        with self._turn():
-            for number in [number for number in request_ids if number in self._rows]:
-                self._end(number, "aborted")
+            growing.token_ids.append(self._tokens[len(growing.token_ids)])
+            growing.log_prob.append(0.0)
+            growing.sampling_log_prob.append(0.0)
+            growing.version.append(self.version)
+            if len(growing.token_ids) == len(self._tokens):
+                self._end(growing, "stop")
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """It has none."""
-
-    def close(self) -> None:
-        self._rows.clear()
 
 
 def open_stream(proxy: AgentProxy, **more: Any) -> tuple[http.client.HTTPConnection, Iterator[dict[str, Any]]]:
