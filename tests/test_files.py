@@ -22,7 +22,7 @@ import torch
 from embodied_rl.config import LanguageConfig
 from embodied_rl.learning.sharded_checkpoint import save_sharded
 from embodied_rl.policies.language import build_language_policy
-from embodied_rl.policies.openvla.checkpoint import save_state
+from embodied_rl.policies.model_folder import save_state
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from tests.short_run import train_shortly
 

@@ -20,16 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
-from embodied_rl.policies import language_weights, model_folder
-from embodied_rl.policies.base import Role, TrainedModule
+from embodied_rl.policies import model_folder
+from embodied_rl.policies.base import Role
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.policies.language_weights import LanguageWeights, base_of, with_lora
 from embodied_rl.policies.packed_attention import by_sequence, packed_inputs
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
 from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 _CHUNK = 1024
@@ -50,19 +50,16 @@ class TokenEvaluation:
     """[B, S] bool: the sequences' own masks, False after a sequence's end."""
 
 
-class LanguagePolicy(TrainedModule):
+class LanguagePolicy(LanguageWeights):
     """A causal language model, or vision-language model, with optional LoRA and value head. Built by `build_language_policy`.
 
     Dropout is off everywhere, so that a sampled token has the same log-probability in training.
     """
 
-    has_description = True
-
     def __init__(self, model: nn.Module, config: LanguageConfig, tokenizer: ChatTokenizer, vision: VisionInputs | None = None) -> None:
         """Wrap a loaded transformers model, or a peft model around one."""
         super().__init__()
         self.model = cast("PreTrainedModel", model)
-        """Or a peft model, which forwards missing attributes."""
         self.config = config
         self.tokenizer = tokenizer
         self.vision = vision
@@ -81,25 +78,6 @@ class LanguagePolicy(TrainedModule):
     def describe(self) -> dict[str, Any]:
         """See `TrainedModule.describe`; the test whether a model keeps packed sequences apart used the real weights."""
         return {"policy": dataclasses.asdict(self.config), "layout": self.layout, "apart": self._apart}
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """The transformers model, without its peft wrapper."""
-        return language_weights.base_of(self.model)
-
-    @property
-    def _adapted(self) -> PeftModel:
-        assert self.has_lora, "only with an adapter"
-        return cast("PeftModel", self.model)
-
-    @property
-    def has_lora(self) -> bool:
-        return hasattr(self.model, "peft_config")
-
-    @property
-    def base_folder(self) -> Path | None:
-        """Folder of LoRA's base model; None without LoRA."""
-        return Path(self.config.folder) if self.has_lora else None
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -249,7 +227,7 @@ class LanguagePolicy(TrainedModule):
     @contextmanager
     def _reference_model(self) -> Iterator[PreTrainedModel]:
         if self.has_lora:
-            with self._adapted.disable_adapter():
+            with self.adapted.disable_adapter():
                 yield self.model
         elif self.reference:
             yield cast("PreTrainedModel", self.reference[0])
@@ -307,50 +285,6 @@ class LanguagePolicy(TrainedModule):
         # The preceding sequence must not matter at all; the difference from the unpacked sequence may only be rounding.
         return bool(torch.equal(packed, changed)) and bool((packed - single).abs().max() <= 0.05 * single.std() + 1e-5)
 
-    # ---- weights ----------------------------------------------------------------------------------------------------
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, tensor) of the whole model, LoRA merged in, one at a time, without a tied head. See `TokenBackend`."""
-        return language_weights.named_weights(self.model)
-
-    def generation_model(self) -> PreTrainedModel:
-        """Copy of the current weights as a plain transformers model with LoRA merged in, from which a torch backend samples."""
-        copied = language_weights.plain_copy(self.model)
-        nn.Module.to(copied, self.device)  # transformers narrows the signature
-        return copied
-
-    def save_model(self, folder: str | Path) -> Path:
-        """Write an ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
-        return language_weights.save_model(self.model, self.tokenizer, self.value_head, Path(self.config.folder), Path(folder))
-
-    def save_config(self, folder: str | Path) -> None:
-        """Write config.json and generation_config.json of the current weights."""
-        language_weights.save_config(self.base, Path(folder))
-
-    def save_description(self, folder: str | Path) -> None:
-        """Write configuration, tokenizer and image processor without weights, for `build_language_policy(…, weights=False)`.
-
-        With a ``base_folder``, it writes the adapter's configuration, which names that folder, instead of the model's: transformers and
-        peft take a folder with both for a whole model.
-        """
-        if self.has_lora:
-            language_weights.save_adapter_config(self._adapted, Path(self.config.folder), Path(folder))
-        else:
-            self.save_config(folder)
-        self.tokenizer.save(folder)
-        if self.vision is not None:
-            self.vision.save(folder)
-
-    def exported_names(self) -> dict[str, tuple[str, str]]:
-        """Name of each tensor for transformers, peft and `build_language_policy`; see `TrainedModule`."""
-        return language_weights.exported_names(self.model, self.value_head)
-
-    def save_adapter(self, folder: str | Path) -> Path:
-        """Write the LoRA adapter in peft's format, and the value head. Raises UserError if there is no LoRA."""
-        if not self.has_lora:
-            raise UserError("No LoRA adapter to save (policy.lora_rank=0): use save_model.")
-        return language_weights.save_adapter(self._adapted, self.value_head, Path(folder))
-
 
 def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu", *, weights: bool = True) -> LanguagePolicy:
     """Load a model folder, and add LoRA and a value head.
@@ -368,11 +302,11 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
     else:
         model = model_folder.empty_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
     tokenizer = ChatTokenizer.read(config.folder)
-    described = language_weights.base_of(model).config
+    described = base_of(model).config
     vision = VisionInputs.read(config.folder, described) if model_folder.is_vision_language(described) else None
-    policy = LanguagePolicy(language_weights.with_lora(model, config), config, tokenizer, vision).to(device)
+    policy = LanguagePolicy(with_lora(model, config), config, tokenizer, vision).to(device)
     for folder in (config.adapter, config.model):
-        if policy.value_head is not None and folder is not None and language_weights.load_value_head(policy.value_head, Path(folder)):
+        if folder is not None and policy.load_value_head(Path(folder)):
             break
     return policy
 
@@ -420,12 +354,10 @@ def _only(head: nn.Module, row: Tensor, column: Tensor) -> Iterator[list[Tensor]
 def _make_value_head(kind: str, hidden_size: int) -> nn.Module | None:
     if kind == "none":
         return None
-    last = nn.Linear(hidden_size, 1)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    if kind == "linear":
-        return last
-    last = nn.Linear(hidden_size // 2, 1)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
+    for width in (hidden_size, hidden_size // 2):  # the first one's random numbers are drawn for either kind
+        last = nn.Linear(width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        if kind == "linear":
+            return last
     return nn.Sequential(nn.Linear(hidden_size, hidden_size // 2), nn.GELU(), last)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError, from_extra
-from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
+from embodied_rl.files import replace_folder, reset_mode
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.policies.model_folder import first_line, weight_files
+from embodied_rl.policies.model_folder import first_line, save_state, weight_files
+from embodied_rl.policies.vision_inputs import VisionInputs
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -89,26 +91,6 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the plain model's state, tensor) with LoRA merged in, one at a time; tied tensors once."""
-    base = base_of(model)
-    merged = {f"{name}.weight": module for name, module in base.named_modules() if hasattr(module, "get_delta_weight") and module.lora_A}
-    given: set[int] = set()
-    for name, tensor in base.state_dict(keep_vars=True).items():
-        if ".lora_" in name:
-            continue
-        # An embedding that is also the output layer is one tensor under two names; the embedding comes first.
-        if tensor.numel() and tensor.data_ptr() in given:
-            continue
-        given.add(tensor.data_ptr())
-        plain = name.replace(".base_layer.", ".")
-        value = tensor.detach()
-        if plain in merged:
-            value = value + merged[plain].get_delta_weight(_ADAPTER).to(value.dtype)
-        yield plain, value
-
-
-@torch.no_grad()
 def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Copy tensors into a plain model in place, by name; return how many. A tied head follows its embedding.
     Raises UserError: a name or shape is not the model's; earlier tensors are already loaded."""
@@ -124,70 +106,151 @@ def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
     return count
 
 
-def plain_copy(model: nn.Module) -> PreTrainedModel:
-    """Copy a transformers model without peft, with merged weights, in evaluation mode."""
-    base = base_of(model)
-    # Copied too: a generator that chooses another attention would otherwise change the trained model's.
-    config = copy.deepcopy(base.config)
-    copied = type(base)._from_config(config, attn_implementation=config._attn_implementation, dtype=base.dtype)
-    load_named_weights(copied, named_weights(model))
-    return copied.eval().requires_grad_(False)
+class LanguageWeights(TrainedModule):
+    """A causal language model with its tokenizer, as weights: their names, merged copies, and folders on disk."""
 
+    has_description = True
+    model: PreTrainedModel
+    """Or a peft model, which forwards missing attributes."""
+    config: LanguageConfig
+    tokenizer: ChatTokenizer
+    vision: VisionInputs | None
+    value_head: nn.Module | None
 
-def save_model(model: nn.Module, tokenizer: ChatTokenizer, value_head: nn.Module | None, source: Path, folder: Path) -> Path:
-    """See `LanguagePolicy.save_model`: written to a temporary folder and renamed, replacing any old one. `source`: the model's folder."""
-    beside = _fresh(folder)
-    plain_copy(model).save_pretrained(beside)
-    tokenizer.save(beside)
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, beside / name)
-    _save_value_head(value_head, beside)
-    reset_mode(beside)
-    return replace_folder(beside, folder)
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model, without its peft wrapper."""
+        return base_of(self.model)
 
+    @property
+    def has_lora(self) -> bool:
+        return hasattr(self.model, "peft_config")
 
-def save_adapter(model: PeftModel, value_head: nn.Module | None, folder: Path) -> Path:
-    beside = _fresh(folder)
-    model.save_pretrained(str(beside), safe_serialization=True)
-    _save_value_head(value_head, beside)
-    reset_mode(beside)
-    return replace_folder(beside, folder)
+    @property
+    def adapted(self) -> PeftModel:
+        """The model with its adapter."""
+        assert self.has_lora, "only with an adapter"
+        return cast("PeftModel", self.model)
 
+    @property
+    def base_folder(self) -> Path | None:
+        """Folder of LoRA's base model; None without LoRA."""
+        return Path(self.config.folder) if self.has_lora else None
 
-def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json and generation_config.json of a transformers model, with the class and number format of its weights."""
-    config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = [type(model).__name__], model.dtype
-    config.save_pretrained(str(folder))
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(str(folder))
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the plain model's state, tensor) with LoRA merged in, one at a time; tied tensors once."""
+        merged = {f"{name}.weight": part for name, part in self.base.named_modules() if hasattr(part, "get_delta_weight") and part.lora_A}
+        given: set[int] = set()
+        for name, tensor in self.base.state_dict(keep_vars=True).items():
+            if ".lora_" in name:
+                continue
+            # An embedding that is also the output layer is one tensor under two names; the embedding comes first.
+            if tensor.numel() and tensor.data_ptr() in given:
+                continue
+            given.add(tensor.data_ptr())
+            plain = name.replace(".base_layer.", ".")
+            value = tensor.detach()
+            if plain in merged:
+                value = value + merged[plain].get_delta_weight(_ADAPTER).to(value.dtype)
+            yield plain, value
 
+    def generation_model(self) -> PreTrainedModel:
+        """Copy of the current weights as a plain transformers model with LoRA merged in, in evaluation mode, from which a torch backend
+        samples."""
+        base = self.base
+        # Copied too: a generator that chooses another attention would otherwise change the trained model's.
+        config = copy.deepcopy(base.config)
+        copied = type(base)._from_config(config, attn_implementation=config._attn_implementation, dtype=base.dtype)
+        load_named_weights(copied, self.named_weights())
+        nn.Module.to(copied, base.device)  # transformers narrows the signature
+        return copied.eval().requires_grad_(False)
 
-def save_adapter_config(model: PeftModel, base: Path, folder: Path) -> None:
-    """Write adapter_config.json of the only adapter, with the folder of its base model."""
-    config = copy.deepcopy(model.peft_config[_ADAPTER])
-    config.base_model_name_or_path, config.inference_mode = str(base.resolve()), True
-    config.save_pretrained(str(folder))
+    def save_model(self, folder: str | Path) -> Path:
+        """Write an ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them; it replaces any old
+        one as a whole."""
 
+        def write(beside: Path) -> None:
+            self.generation_model().save_pretrained(beside)
+            self.tokenizer.save(beside)
+            for name in ("preprocessor_config.json", "processor_config.json"):
+                if (Path(self.config.folder) / name).is_file():
+                    shutil.copyfile(Path(self.config.folder) / name, beside / name)
 
-def exported_names(model: nn.Module, value_head: nn.Module | None) -> dict[str, tuple[str, str]]:
-    """See `LanguagePolicy.exported_names`; keyed by names in `LanguagePolicy.state_dict`."""
-    base, prefix = base_of(model), "model." if base_of(model) is model else "model.base_model.model."
-    tensors, places = base.state_dict(), {name: f"{prefix}{name}" for name in base.state_dict()}
-    adapter = {name for name in tensors if ".lora_" in name}
-    plain = {name.replace(".base_layer.", "."): tensors[name] for name in tensors if name not in adapter}
-    stored = _names_on_disk(base, plain)
-    first: dict[int, str] = {}
-    exported: dict[str, tuple[str, str]] = {}
-    for name, tensor in tensors.items():
-        if name in adapter:
-            exported[places[name]] = (ADAPTER, f"base_model.model.{name}".replace(f".{_ADAPTER}.", "."))
-            continue
-        # A tied pair stores only its first, the embedding; transformers and vLLM restore the head from it.
-        own = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
-        exported[places[name]] = (MODEL, stored[own.replace(".base_layer.", ".")])
-    return exported | {f"value_head.{name}": (VALUE_HEAD, name) for name in ([] if value_head is None else value_head.state_dict())}
+        return self._save(Path(folder), write)
+
+    def save_adapter(self, folder: str | Path) -> Path:
+        """Write the LoRA adapter in peft's format, and the value head. Raises UserError if there is no LoRA."""
+        if not self.has_lora:
+            raise UserError("No LoRA adapter to save (policy.lora_rank=0): use save_model.")
+        return self._save(Path(folder), lambda beside: self.adapted.save_pretrained(str(beside), safe_serialization=True))
+
+    def _save(self, folder: Path, write: Callable[[Path], None]) -> Path:
+        beside = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            beside.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"Cannot write '{folder}': {error.strerror or error}. Choose another folder.") from error
+        write(beside)
+        if self.value_head is not None:
+            (beside / VALUE_HEAD).parent.mkdir()
+            save_state(self.value_head.state_dict(), beside / VALUE_HEAD)
+        reset_mode(beside)
+        return replace_folder(beside, folder)
+
+    def save_config(self, folder: str | Path) -> None:
+        """Write config.json and generation_config.json, with the class and number format of the current weights."""
+        config = copy.deepcopy(self.base.config)
+        config.architectures, config.dtype = [type(self.base).__name__], self.base.dtype
+        config.save_pretrained(str(folder))
+        if self.base.generation_config is not None:
+            self.base.generation_config.save_pretrained(str(folder))
+
+    def save_description(self, folder: str | Path) -> None:
+        """Write configuration, tokenizer and image processor without weights, for `build_language_policy(…, weights=False)`.
+
+        With a ``base_folder``, it writes the adapter's configuration, which names that folder, instead of the model's: transformers and
+        peft take a folder with both for a whole model.
+        """
+        if self.has_lora:
+            config = copy.deepcopy(self.adapted.peft_config[_ADAPTER])
+            config.base_model_name_or_path, config.inference_mode = str(Path(self.config.folder).resolve()), True
+            config.save_pretrained(str(folder))
+        else:
+            self.save_config(folder)
+        self.tokenizer.save(folder)
+        if self.vision is not None:
+            self.vision.save(folder)
+
+    def exported_names(self) -> dict[str, tuple[str, str]]:
+        """Name of each tensor for transformers, peft and `build_language_policy`; see `TrainedModule`."""
+        prefix = "model." if self.base is self.model else "model.base_model.model."
+        tensors = self.base.state_dict()
+        stored = _names_on_disk(self.base, {name.replace(".base_layer.", "."): tensors[name] for name in tensors if ".lora_" not in name})
+        first: dict[int, str] = {}
+        exported: dict[str, tuple[str, str]] = {}
+        for name, tensor in tensors.items():
+            if ".lora_" in name:
+                exported[prefix + name] = (ADAPTER, f"base_model.model.{name}".replace(f".{_ADAPTER}.", "."))
+                continue
+            # A tied pair stores only its first, the embedding; transformers and vLLM restore the head from it.
+            own = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+            exported[prefix + name] = (MODEL, stored[own.replace(".base_layer.", ".")])
+        return exported | {
+            f"value_head.{name}": (VALUE_HEAD, name) for name in ([] if self.value_head is None else self.value_head.state_dict())
+        }
+
+    def load_value_head(self, folder: Path) -> bool:
+        """Fill the value head from a folder; False if the folder has none. Raises UserError if it is damaged or another model's."""
+        path = next((path for path in (folder / VALUE_HEAD, folder / Path(VALUE_HEAD).name) if path.is_file()), None)
+        if path is None or self.value_head is None:
+            return False
+        try:
+            self.value_head.load_state_dict(load_file(path))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise UserError(f"The value head in '{path}' does not fit this policy: {first_line(error)}") from error
+        return True
 
 
 def _names_on_disk(base: PreTrainedModel, plain: dict[str, Tensor]) -> dict[str, str]:
@@ -199,32 +262,3 @@ def _names_on_disk(base: PreTrainedModel, plain: dict[str, Tensor]) -> dict[str,
     written = {id(tensor): name for name, tensor in revert_weight_conversion(base, shapes).items()}
     found = {name: written.get(id(tensor)) for name, tensor in shapes.items()}
     return {name: new or name for name, new in found.items()} if all(found.values()) else {name: name for name in plain}
-
-
-def load_value_head(head: nn.Module, folder: Path) -> bool:
-    """Fill a value head from a folder; False if the folder has none. Raises UserError if it is damaged or another model's."""
-    path = next((path for path in (folder / VALUE_HEAD, folder / Path(VALUE_HEAD).name) if path.is_file()), None)
-    if path is None:
-        return False
-    try:
-        head.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise UserError(f"The value head in '{path}' does not fit this policy: {first_line(error)}") from error
-    return True
-
-
-def _save_value_head(head: nn.Module | None, folder: Path) -> None:
-    if head is not None:
-        state = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-        (folder / VALUE_HEAD).parent.mkdir()
-        write_atomic_with(folder / VALUE_HEAD, lambda temporary: save_file(state, temporary))
-
-
-def _fresh(folder: Path) -> Path:
-    beside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        beside.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"Cannot write '{folder}': {error.strerror or error}. Choose another folder.") from error
-    return beside

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, from_extra
+from embodied_rl.files import write_atomic_with
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _MESSAGE = 300
 """Number of characters shown of a library's message."""
 _INDEX = "model.safetensors.index.json"
+_SHOWN = 4
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
@@ -242,3 +246,54 @@ def _check_report(folder: Path, report: dict[str, Iterable[Any]]) -> None:
             f"'{folder}' {fault} {len(missing or wrong)} tensors that its config.json asks for, '{name}' first. transformers would fill "
             "them with random values. Is the download complete?"
         )
+
+
+# ---- safetensors files ------------------------------------------------------------------------------------------------
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """`load_state_dict`, strict, with a one-line error for mismatches. Raises UserError."""
+    wanted = module.state_dict()
+    check_names(source, wanted, state)
+    missing = [name for name in wanted if name not in state]
+    if missing:
+        raise UserError(f"'{source}' lacks {names_of(missing)}.")
+    module.load_state_dict(dict(state), assign=True)
+
+
+def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read all tensors of a file. Raises UserError if it is missing, damaged, or a pickle."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        raise UserError(f"'{path}' is a pickle, which can run code when it is read. Convert it to safetensors (docs/openvla.md).")
+    state = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"Cannot read '{path}': {error}. Is the file complete?") from error
+    return state
+
+
+def save_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write one safetensors file, marked as PyTorch's so that transformers accepts it."""
+    whole = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    write_atomic_with(path, lambda temporary: save_file(whole, temporary, metadata={"format": "pt"}))
+
+
+def check_names(place: object, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise UserError for a tensor that a model does not have, or has in another shape."""
+    unknown = [name for name in state if name not in wanted]
+    if unknown:
+        raise UserError(f"'{place}' holds {names_of(unknown)}, which this model does not have.")
+    wrong = [name for name, tensor in state.items() if tensor.shape != wanted[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise UserError(f"'{place}': '{name}' is {list(state[name].shape)}, but this model has {list(wanted[name].shape)}.")
+
+
+def names_of(names: list[str]) -> str:
+    """The first names of a list, for a message."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

@@ -25,8 +25,15 @@ from embodied_rl.errors import UserError
 from embodied_rl.files import reset_mode, write_atomic
 from embodied_rl.policies.base import TensorObservation, image_of, instructions_of, numpy_of, vector_of
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
-from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers
-from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
+from embodied_rl.policies.model_folder import (
+    check_model_folder,
+    check_tokenizer,
+    first_line,
+    import_transformers,
+    load_state,
+    read_safetensors,
+    save_state,
+)
 from embodied_rl.policies.openvla.processor import check_images
 from embodied_rl.policies.openvla.vision import ValueHead
 from embodied_rl.reading import parse_json, read_regular

@@ -11,16 +11,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodied_rl.errors import UserError
-from embodied_rl.files import write_atomic, write_atomic_with
-from embodied_rl.policies.model_folder import weight_files
+from embodied_rl.files import write_atomic
+from embodied_rl.policies.model_folder import check_names, names_of, read_safetensors, save_state, weight_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHOWN = 4
 
 
 def load_weights(
@@ -38,37 +35,12 @@ def load_weights(
     found: set[str] = set()
     for path in weight_files(directory, "model"):
         state = read_safetensors(path, dtype=dtype, device=device)
-        _check(directory, wanted, state)
+        check_names(directory, wanted, state)
         found |= state.keys()
         model.load_state_dict(state, strict=False, assign=True)
     missing = [name for name in wanted if name not in found and name not in optional]
     if missing:
-        raise UserError(f"The checkpoint in '{directory}' lacks {_list(missing)}. Is it complete, and OpenVLA's?")
-
-
-def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """`load_state_dict`, strict, with a one-line error for mismatches. Raises UserError."""
-    wanted = module.state_dict()
-    _check(source, wanted, state)
-    missing = [name for name in wanted if name not in state]
-    if missing:
-        raise UserError(f"'{source}' lacks {_list(missing)}.")
-    module.load_state_dict(dict(state), assign=True)
-
-
-def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read all tensors of a file. Raises UserError if it is missing, damaged, or a pickle."""
-    if path.suffix in (".pt", ".pth", ".bin"):
-        raise UserError(f"'{path}' is a pickle, which can run code when it is read. Convert it to safetensors (docs/openvla.md).")
-    state = {}
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            for name in sorted(file.keys()):
-                tensor = file.get_tensor(name)
-                state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"Cannot read '{path}': {error}. Is the file complete?") from error
-    return state
+        raise UserError(f"The checkpoint in '{directory}' lacks {names_of(missing)}. Is it complete, and OpenVLA's?")
 
 
 def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], directory: Path, max_shard_bytes: int) -> None:
@@ -91,24 +63,3 @@ def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], dire
     }:
         stale.unlink(missing_ok=True)
     write_atomic(directory / "config.json", json.dumps(config, indent=2, sort_keys=True))
-
-
-def save_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write one safetensors file, marked as PyTorch's so that transformers accepts it."""
-    whole = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-    write_atomic_with(path, lambda temporary: save_file(whole, temporary, metadata={"format": "pt"}))
-
-
-def _check(place: object, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    unknown = [name for name in state if name not in wanted]
-    if unknown:
-        raise UserError(f"'{place}' holds {_list(unknown)}, which this model does not have.")
-    wrong = [name for name, tensor in state.items() if tensor.shape != wanted[name].shape]
-    if wrong:
-        name = wrong[0]
-        raise UserError(f"'{place}': '{name}' is {list(state[name].shape)}, but this model has {list(wanted[name].shape)}.")
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
-from embodied_rl.policies.openvla.checkpoint import load_state, load_weights, read_safetensors, save_state, save_weights
+from embodied_rl.policies.model_folder import load_state, read_safetensors, save_state
+from embodied_rl.policies.openvla.checkpoint import load_weights, save_weights
 from embodied_rl.policies.openvla.config import OFT_KEY, OFTConfig, OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.vision import Layers, Projector, VisionBackbone
 

@@ -22,7 +22,7 @@ from embodied_rl.config.policy import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, numpy_of
-from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
+from embodied_rl.policies.model_folder import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OFTConfig, OpenVLAConfig, ViTShape, shapes_of
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel
 from embodied_rl.policies.openvla.oft import OpenVLAOFT
