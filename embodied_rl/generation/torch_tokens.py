@@ -42,26 +42,6 @@ from embodied_rl.policies.vision_inputs import VisionInputs
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """Sampling settings of n rows."""
-
-    temperature: Tensor
-    """[n] float64 temperature; 0 takes the likeliest token."""
-    top_p: Tensor
-    """[n] float64; 1 keeps all."""
-    top_k: Tensor
-    """[n] int64; 0 keeps all."""
-
-    @staticmethod
-    def of(requests: list[GenerationRequest], device: torch.device) -> SamplingSettings:
-        return SamplingSettings(
-            torch.tensor([request.temperature for request in requests], dtype=torch.float64, device=device),
-            torch.tensor([request.top_p for request in requests], dtype=torch.float64, device=device),
-            torch.tensor([request.top_k for request in requests], dtype=torch.int64, device=device),
-        )
-
-
-@dataclass(frozen=True)
 class SampledTokens:
     """One sampled token for each of n rows."""
 
@@ -73,11 +53,16 @@ class SampledTokens:
     """[n] float32 log-probability under the sampling distribution; 0 at temperature 0."""
 
 
-def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, allowed: Tensor | None = None) -> SampledTokens:
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor, allowed: Tensor | None = None
+) -> SampledTokens:
     """Apply temperature, the allowed tokens, top-k and top-p, and sample by the inverse of the cumulative distribution in vocabulary order.
 
     Args:
         logits: [n, V]
+        temperature: [n] float64; 0 takes the likeliest token.
+        top_p: [n] float64; 1 keeps all.
+        top_k: [n] int64; 0 keeps all.
         uniform: [n] float64 in [0, 1).
         allowed: [n, V] bool, at least one per row; None: all tokens. The model's own distribution then covers the allowed tokens.
 
@@ -85,9 +70,9 @@ def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, a
     """
     possible = logits.float() if allowed is None else logits.float().masked_fill(~allowed, float("-inf"))
     own = torch.log_softmax(possible, dim=-1)
-    greedy = settings.temperature == 0
-    scaled = own / torch.where(greedy, 1.0, settings.temperature)[:, None].to(own.dtype)
-    used = torch.log_softmax(_cut(scaled, settings), dim=-1)
+    greedy = temperature == 0
+    scaled = own / torch.where(greedy, 1.0, temperature)[:, None].to(own.dtype)
+    used = torch.log_softmax(_cut(scaled, top_p, top_k), dim=-1)
     cumulative = used.double().exp_().cumsum_(-1)
     # Scaled by the rounded sum, so that a uniform number near 1 cannot fall behind the last token.
     drawn = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
@@ -96,18 +81,18 @@ def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, a
     return SampledTokens(token, own.gather(-1, token[:, None]).squeeze(-1), sampling)
 
 
-def _cut(scaled: Tensor, settings: SamplingSettings) -> Tensor:
+def _cut(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Set tokens outside top-k and top-p to -inf; sorts the vocabulary only if a row uses either."""
-    if not bool((settings.top_k > 0).any() or (settings.top_p < 1.0).any()):
+    if not bool((top_k > 0).any() or (top_p < 1.0).any()):
         return scaled
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     size = scaled.shape[-1]
     rank = torch.arange(size, device=scaled.device)
-    kept = rank < torch.where(settings.top_k > 0, settings.top_k, size)[:, None]
+    kept = rank < torch.where(top_k > 0, top_k, size)[:, None]
     probability = torch.softmax(torch.where(kept, ordered, float("-inf")).double(), dim=-1)
     before = probability.cumsum(-1) - probability
     # The smallest set that reaches top_p contains a token if those before it do not reach top_p yet.
-    kept &= (before < settings.top_p[:, None]) | (settings.top_p[:, None] >= 1.0) | (rank == 0)
+    kept &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0) | (rank == 0)
     return torch.empty_like(scaled).scatter_(-1, order, torch.where(kept, ordered, float("-inf")))
 
 
@@ -135,46 +120,21 @@ class SlabLayer(CacheLayerMixin):
         self.keys, self.values = room(key_states), room(value_states)
         self.is_initialized = True
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write the new tokens [n, heads, q, D] after each row of the step; return [n, heads, w, D], views of a span."""
-        own_keys, own_values = self._held()
+        own_keys, own_values = self.held
         rows, places, width = self._slab.rows, self._slab.places, self._slab.width
         own_keys[rows[:, None], :, places] = key_states.transpose(1, 2)
         own_values[rows[:, None], :, places] = value_states.transpose(1, 2)
         chosen = self._slab.span or rows
         return own_keys[chosen, :, :width], own_values[chosen, :, :width]
-
-    def write(self, row: int, keys: Tensor, values: Tensor) -> None:
-        """Fill a row's first columns from [heads, length, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys[None], values[None])
-        own_keys, own_values = self._held()
-        own_keys[row, :, : keys.shape[1]] = keys
-        own_values[row, :, : values.shape[1]] = values
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` columns of one row to another."""
-        for tensor in self._held():
-            tensor[target, :, :length] = tensor[source, :, :length]
-
-    def swap(self, one: int, other: int, length: int) -> None:
-        """Swap the first `length` columns of two rows."""
-        for tensor in self._held():
-            tensor[[one, other], :, :length] = tensor[[other, one], :, :length]
-
-    def grow(self, num_columns: int) -> None:
-        """Make room for more columns; the contents stay."""
-        if not self.is_initialized:
-            return
-        old = self._held()
-        self.lazy_initialization(*old)
-        for tensor, former in zip(self._held(), old, strict=True):
-            tensor[:, :, : former.shape[2]] = former
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._slab.width, 0
@@ -205,7 +165,7 @@ class SlabCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Size of keys and values; 0 before the first prompt."""
-        return sum(tensor.nbytes for layer in self._slabs if layer.is_initialized for tensor in layer._held())
+        return sum(tensor.nbytes for layer in self._slabs if layer.is_initialized for tensor in layer.held)
 
     def begin_step(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device, num_new: int = 1) -> None:
         """Set the lengths of these rows; the next forward appends `num_new` tokens to each."""
@@ -222,17 +182,22 @@ class SlabCache(Cache):
             assert isinstance(prompt, DynamicLayer)
             assert prompt.keys is not None
             assert prompt.values is not None
-            layer.write(row, prompt.keys[source_row, :, :length], prompt.values[source_row, :, :length])
+            if not layer.is_initialized:
+                layer.lazy_initialization(prompt.keys, prompt.values)
+            for tensor, filled in zip(layer.held, (prompt.keys, prompt.values), strict=True):
+                tensor[row, :, :length] = filled[source_row, :, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy row `source` to row `target`."""
+        """Copy the first `length` columns of row `source` to row `target`."""
         for layer in self._slabs:
-            layer.move(source, target, length)
+            for tensor in layer.held:
+                tensor[target, :, :length] = tensor[source, :, :length]
 
     def swap(self, one: int, other: int, length: int) -> None:
-        """Swap two rows of at most `length` tokens."""
+        """Swap the first `length` columns of two rows."""
         for layer in self._slabs:
-            layer.swap(one, other, length)
+            for tensor in layer.held:
+                tensor[[one, other], :, :length] = tensor[[other, one], :, :length]
 
     def free(self, num_columns: int) -> None:
         """Free keys and values; the next prompt makes room for `num_columns`. (Dropping the cache would not: its layers refer to it.)"""
@@ -244,8 +209,11 @@ class SlabCache(Cache):
         if columns <= self.num_columns:
             return
         self.num_columns = min(max(columns, 2 * self.num_columns), max(columns, self.max_columns))
-        for layer in self._slabs:
-            layer.grow(self.num_columns)
+        for layer in (layer for layer in self._slabs if layer.is_initialized):
+            old = layer.held
+            layer.lazy_initialization(*old)
+            for tensor, former in zip(layer.held, old, strict=True):
+                tensor[:, :, : former.shape[2]] = former
 
 
 def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype, additive: bool) -> Tensor:
@@ -507,18 +475,12 @@ class TorchTokens(Stepwise):
         self._admit()
         if not self._rows:
             return
-        lengths = [row.cached for row in self._rows]
         device = self.device
-        self._cache.begin_step(range(len(lengths)), lengths, device)
         position = torch.tensor([[row.cached + row.position_offset] for row in self._rows], device=device)
-        output = self._model(
-            input_ids=torch.tensor([[row.token_ids[-1]] for row in self._rows], device=device),
-            position_ids=position.expand(3, -1, -1) if self._three_positions else position,
-            attention_mask=self._mask(),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self._take(self._rows, output.logits[:, -1])
+        token_ids = torch.tensor([[row.token_ids[-1]] for row in self._rows], device=device)
+        self._cache.begin_step(range(len(self._rows)), [row.cached for row in self._rows], device)
+        output = self._continue(token_ids, position)
+        self._take(self._rows, output[:, -1])
         self._give_out(range(len(self._rows)))
 
     def _give_out(self, indices: range) -> None:
@@ -626,13 +588,9 @@ class TorchTokens(Stepwise):
         """Cache each row's tokens up to its next input; return the last logits [n, V]."""
         known = [row.known for row in rows]
         lengths = [len(token_ids) for token_ids in known]
-        shape = (len(rows), max(lengths))
-        token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
-        for number, part in enumerate(known):
-            token_ids[number, : len(part)] = part
-            mask[number, : len(part)] = True
+        token_ids, mask = _padded(known)
         inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(token_ids), "attention_mask": torch.from_numpy(mask)}
-        inputs["position_ids"] = torch.from_numpy(self._positions(rows, known, shape[1]))
+        inputs["position_ids"] = torch.from_numpy(self._positions(rows, known, mask.shape[1]))
         images = rows[0].request.images
         if images:
             assert self._vision is not None
@@ -654,22 +612,24 @@ class TorchTokens(Stepwise):
         """Cache the rest of the rows' prompts after the shared tokens; return the last logits [n, V]."""
         rests = [self._rows[index].request.prompt_ids[count:] for index, count in zip(indices, shared, strict=True)]
         lengths, device = [len(rest) for rest in rests], self.device
-        token_ids = np.zeros((len(rests), max(lengths)), np.int64)
-        for number, rest in enumerate(rests):
-            token_ids[number, : len(rest)] = rest
+        token_ids = torch.from_numpy(_padded(rests)[0]).to(device)
         last = torch.tensor(lengths, device=device) - 1
         keep, kept = torch.unique(last, return_inverse=True)
         self._cache.begin_step(indices, shared, device, token_ids.shape[1])
         position = torch.minimum(self._cache.places, (torch.tensor(shared, device=device) + last)[:, None])
+        return self._continue(token_ids, position, logits_to_keep=keep)[torch.arange(len(rests), device=device), kept]
+
+    def _continue(self, token_ids: Tensor, position: Tensor, **options: Any) -> Tensor:
+        """Append tokens [n, q] to the rows of the cache's step; return logits [n, q, V]."""
         output = self._model(
-            input_ids=torch.from_numpy(token_ids).to(device),
+            input_ids=token_ids,
             position_ids=position.expand(3, -1, -1) if self._three_positions else position,
             attention_mask=self._mask(),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=keep,
+            **options,
         )
-        return output.logits[torch.arange(len(rests), device=device), kept]
+        return output.logits
 
     def _positions(self, rows: list[_Row], known: list[np.ndarray], width: int) -> np.ndarray:
         """Positions [n, width] or [3, n, width], int64; also sets each row's offset."""
@@ -690,8 +650,11 @@ class TorchTokens(Stepwise):
             logits = self._vision.exclude(logits)
         uniform = torch.tensor([row.uniform.random() for row in rows], dtype=torch.float64, device=logits.device)
         allowed = None if self._structures is None else self._structures.allowed([row.matcher for row in rows], logits.device)
-        settings = SamplingSettings.of([row.request for row in rows], logits.device)
-        sampled: SampledTokens = sample_tokens(logits, settings, uniform, allowed)
+        settings = (
+            torch.tensor([vars(row.request)[name] for row in rows], dtype=dtype, device=logits.device)
+            for name, dtype in (("temperature", torch.float64), ("top_p", torch.float64), ("top_k", torch.int64))
+        )
+        sampled: SampledTokens = sample_tokens(logits, *settings, uniform, allowed)
         self._take_top(rows, logits)
         columns = (sampled.token.tolist(), sampled.log_prob.tolist(), sampled.sampling_log_prob.tolist())
         for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=True):
@@ -744,6 +707,15 @@ class TorchTokens(Stepwise):
         if "sliding_attention" in kinds:
             return {"full_attention": of(None), "sliding_attention": of(window)}
         return of(None if kinds else window)
+
+
+def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [n, q] int64, with zeros on the right, and [n, q] bool where there are any."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    token_ids = np.zeros(mask.shape, np.int64)
+    token_ids[mask] = np.concatenate(rows)
+    return token_ids, mask
 
 
 def _check_layers(config: PretrainedConfig) -> None:

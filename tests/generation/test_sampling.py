@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.generation.torch_tokens import SampledTokens, SamplingSettings, sample_tokens
+from embodied_rl.generation.torch_tokens import SampledTokens, sample_tokens
 
 
 def sample(logits: torch.Tensor, uniform: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SampledTokens:
     count = len(logits)
-    settings = SamplingSettings(
+    settings = (
         torch.full((count,), temperature, dtype=torch.float64),
         torch.full((count,), top_p, dtype=torch.float64),
         torch.full((count,), top_k),
     )
-    return sample_tokens(logits, settings, torch.tensor(uniform, dtype=torch.float64))
+    return sample_tokens(logits, *settings, torch.tensor(uniform, dtype=torch.float64))
 
 
 PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
@@ -46,12 +46,10 @@ def test_temperature_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
 def test_what_is_not_allowed_is_never_drawn(temperature: float) -> None:
     # Left are .1 and .3: 1/4 and 3/4, at temperature 0.5 1/10 and 9/10.
-    settings = SamplingSettings(
-        torch.full((3,), temperature, dtype=torch.float64), torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
-    )
+    settings = (torch.full((3,), temperature, dtype=torch.float64), torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64))
     allowed = torch.tensor([[True, False, False, True]]).expand(3, -1)
     uniform = torch.tensor([0.0, 0.09, 0.26], dtype=torch.float64)
-    found = sample_tokens(LOGITS.expand(3, -1), settings, uniform, allowed)
+    found = sample_tokens(LOGITS.expand(3, -1), *settings, uniform, allowed)
     wanted = {1.0: [1 / 4, 1 / 4, 3 / 4], 0.5: [1 / 10, 1 / 10, 9 / 10], 0.0: [1.0, 1.0, 1.0]}[temperature]
     assert found.token.tolist() == ([3, 3, 3] if temperature == 0.0 else [0, 0, 3])
     torch.testing.assert_close(found.sampling_log_prob.exp(), torch.tensor(wanted), atol=1e-6, rtol=0)
@@ -92,8 +90,8 @@ def test_cuts_by_hand(top_p: float, top_k: int, kept: dict[int, float]) -> None:
 
 
 def test_rows_have_settings_of_their_own() -> None:
-    settings = SamplingSettings(torch.tensor([0.0, 1.0, 1.0]).double(), torch.tensor([1.0, 0.01, 1.0]).double(), torch.tensor([0, 0, 0]))
-    found = sample_tokens(LOGITS.expand(3, -1), settings, torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64))
+    settings = (torch.tensor([0.0, 1.0, 1.0]).double(), torch.tensor([1.0, 0.01, 1.0]).double(), torch.tensor([0, 0, 0]))
+    found = sample_tokens(LOGITS.expand(3, -1), *settings, torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64))
     assert found.token.tolist() == [1, 1, 3]
 
 
