@@ -374,9 +374,9 @@ class TorchTokens(Stepwise):
         Raises:
             UserError: the model has layers other than attention, whose state cannot move between rows.
         """
+        _check_layers(model.config)
         super().__init__(context or max_context(model.config), seed)
         self._config = model.config
-        _check_layers(self._config)
         if caps_attention(self._config):
             model.set_attn_implementation("eager")
         if self._config._attn_implementation != "eager":

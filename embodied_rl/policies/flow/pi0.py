@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,13 @@ from torch import Tensor
 from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import reset_mode, write_atomic
-from embodied_rl.policies.base import TensorObservation, image_of, instructions_of, numpy_of, vector_of
+from embodied_rl.policies.base import (
+    TensorObservation,
+    image_of,
+    instructions_of,
+    numpy_of,
+    vector_of,
+)
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.model_folder import (
     check_model_folder,
@@ -68,28 +74,20 @@ class PI0Model(VelocityModel[PI0Context]):
 
     pi0: PI0ForConditionalGeneration
 
-    def __init__(
-        self, pi0: PI0ForConditionalGeneration, prepare: Callable[[Mapping[str, Any]], TensorObservation], observation_keys: tuple[str, ...]
-    ) -> None:
-        """
-        Args:
-            prepare: a simulator's observation → images uint8 [B, I, S, S, 3], input_ids [B, P], attention_mask [B, P], state [B,
-                max_state_dim].
-            observation_keys: keys that `prepare` reads.
-        """
+    def __init__(self, pi0: PI0ForConditionalGeneration, observation_keys: tuple[str, ...]) -> None:
+        """`observation_keys`: keys that `PI0Policy.prepare` reads."""
         super().__init__()
         self.pi0 = pi0
-        self._prepare = prepare
         self.observation_keys = observation_keys
         config = self.pi0.config
         self.latent = (int(config.chunk_size), int(config.max_action_dim))
         self.num_features = int(cast("PretrainedConfig", config.vlm_config).text_config.hidden_size)
 
     def context(self, observation: Mapping[str, Any]) -> PI0Context:
-        ready = observation if "input_ids" in observation else self._prepare(observation)
+        """Encode the parts of `PI0Policy.prepare`."""
         model = self.pi0.model
         weight = self.pi0.action_out_proj.weight
-        tensors = {key: ready[key].to(weight.device) for key in ("images", "input_ids", "attention_mask", "state")}
+        tensors = {key: observation[key].to(weight.device) for key in ("images", "input_ids", "attention_mask", "state")}
         # SigLIP's normalisation: [0, 255] to [-1, 1].
         pixels = (tensors["images"].movedim(-1, -3).to(weight.dtype) / 127.5) - 1.0
         seen = torch.ones(pixels.shape[:2], dtype=torch.bool, device=weight.device)
@@ -164,75 +162,6 @@ class Moments:
         return (values * (np.asarray(self.std) + _EPSILON) + np.asarray(self.mean)).astype(np.float32)
 
 
-class PI0Inputs:
-    """Converts pictures, prompts and states to pi0's inputs."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, spec: SimSpec, options: PI0Options, state: Moments
-    ) -> None:
-        for key in options.cameras:
-            image_of(spec, key, "policy.cameras")
-        self.tokenizer, self.spec, self.options, self.state = tokenizer, spec, options, state
-        vision = config.vlm_config.vision_config
-        self.image_size = int(vision.image_size)
-        self.image_tokens = (self.image_size // int(vision.patch_size)) ** 2
-        self.image_token_id = int(config.vlm_config.image_token_id)
-        self.max_state_dim = int(config.max_state_dim)
-        if options.state_key is not None:
-            (width,) = vector_of(spec, options.state_key, "policy.state_key").shape
-            if width > self.max_state_dim or (state.mean and width != len(state.mean)):
-                wanted = f"{len(state.mean)}" if state.mean else f"at most {self.max_state_dim}"
-                raise UserError(f"The robot's state '{options.state_key}' has {width} numbers, but this pi0 was trained with {wanted}.")
-
-    @property
-    def observation_keys(self) -> tuple[str, ...]:
-        keys = [*self.options.cameras]
-        if self.options.state_key is not None:
-            keys.append(self.options.state_key)
-        if self.options.instruction is None and self.options.instruction_key in self.spec.observation:
-            keys.append(self.options.instruction_key)
-        return tuple(keys)
-
-    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
-        """Resize, tokenize and scale once, so that training need not do it in every epoch.
-        Raises UserError: an image has a wrong dtype or shape, or there is no instruction."""
-        pictures = [self._pictures(numpy_of(observation[key]), key) for key in self.options.cameras]
-        rows = len(pictures[0])
-        state = np.zeros((rows, self.max_state_dim), np.float32)
-        if self.options.state_key is not None:
-            given = self.state.normalise(numpy_of(observation[self.options.state_key]))
-            state[:, : given.shape[1]] = given
-        options = self.options
-        ids, mask = self._prompts(instructions_of(observation, self.spec, options.instruction, options.instruction_key, rows))
-        return {
-            "images": torch.from_numpy(np.stack(pictures, axis=1)),
-            "input_ids": ids,
-            "attention_mask": mask,
-            "state": torch.from_numpy(state),
-        }
-
-    def _pictures(self, images: np.ndarray, key: str) -> np.ndarray:
-        check_images(images, key)
-        return np.stack([letterbox(image, self.image_size) for image in images])
-
-    def _prompts(self, instructions: list[str]) -> tuple[Tensor, Tensor]:
-        """``<image>…<image><bos>{instruction}\\n`` as ids and mask [B, P] int64, padded on the right."""
-        images = [self.image_token_id] * (self.image_tokens * len(self.options.cameras))
-        start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        texts = {text: images + start + self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"] for text in set(instructions)}
-        length = max(len(ids) for ids in texts.values())
-        if self.options.prompt_tokens is not None:
-            if length > (room := len(images) + self.options.prompt_tokens):
-                longest = max(texts, key=lambda text: len(texts[text]))
-                problem = f"The instruction '{longest}' has {length - len(images)} tokens"
-                raise UserError(f"{problem}; raise policy.prompt_tokens={self.options.prompt_tokens}.")
-            length = room
-        pad = self.tokenizer.pad_token_id or 0
-        ids = [texts[text] + [pad] * (length - len(texts[text])) for text in instructions]
-        mask = [[1] * len(texts[text]) + [0] * (length - len(texts[text])) for text in instructions]
-        return torch.tensor(ids), torch.tensor(mask)
-
-
 class PI0Policy(FlowPolicy[PI0Context]):
     """pi0 with the interface of every policy. The simulator receives actions in the units of the checkpoint's training data."""
 
@@ -256,18 +185,63 @@ class PI0Policy(FlowPolicy[PI0Context]):
             raise UserError(f"pi0 makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones.")
         trained = len(action.mean)
         if trained and trained != spec.action.dim:
-            raise UserError(
-                f"Task '{spec.task}' takes {spec.action.dim} action dimensions, but this pi0 was trained with {len(action.mean)}."
-            )
-        inputs = PI0Inputs(tokenizer, pi0.config, spec, options, state)
-        model = PI0Model(pi0, inputs.prepare, inputs.observation_keys)
+            raise UserError(f"Task '{spec.task}' takes {spec.action.dim} action dimensions, but this pi0 was trained with {trained}.")
+        keys = [*options.cameras]
+        for key in keys:
+            image_of(spec, key, "policy.cameras")
+        if options.state_key is not None:
+            (width,), most = vector_of(spec, options.state_key, "policy.state_key").shape, int(pi0.config.max_state_dim)
+            if width > most or (state.mean and width != len(state.mean)):
+                wanted = f"{len(state.mean)}" if state.mean else f"at most {most}"
+                raise UserError(f"The robot's state '{options.state_key}' has {width} numbers, but this pi0 was trained with {wanted}.")
+            keys.append(options.state_key)
+        if options.instruction is None and options.instruction_key in spec.observation:
+            keys.append(options.instruction_key)
+        model = PI0Model(pi0, tuple(keys))
         chunk = (options.chunk or model.latent[0], spec.action.dim)
         super().__init__(model, ValueHead(model.num_features), spec, flow, chunk)
-        self.inputs, self.action_moments = inputs, action
+        self.tokenizer, self.reads, self.state_moments, self.action_moments = tokenizer, options, state, action
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
-        """See `PI0Inputs.prepare`; `act` and `evaluate` take either form."""
-        return self.inputs.prepare(observation)
+        """Resize, tokenize and scale once, so that training need not do it in every epoch.
+        Raises UserError: an image has a wrong dtype or shape, or there is no instruction."""
+        options, config = self.reads, self.model.pi0.config
+        pictures = []
+        for key in options.cameras:
+            images = numpy_of(observation[key])
+            check_images(images, key)
+            pictures.append(np.stack([letterbox(image, int(config.vlm_config.vision_config.image_size)) for image in images]))
+        rows = len(pictures[0])
+        state = np.zeros((rows, int(config.max_state_dim)), np.float32)
+        if options.state_key is not None:
+            given = self.state_moments.normalise(numpy_of(observation[options.state_key]))
+            state[:, : given.shape[1]] = given
+        ids, mask = self._prompts(instructions_of(observation, self.spec, options.instruction, options.instruction_key, rows))
+        return {
+            "images": torch.from_numpy(np.stack(pictures, axis=1)),
+            "input_ids": ids,
+            "attention_mask": mask,
+            "state": torch.from_numpy(state),
+        }
+
+    def _prompts(self, instructions: list[str]) -> tuple[Tensor, Tensor]:
+        """``<image>…<image><bos>{instruction}\\n`` as ids and mask [B, P] int64, padded on the right."""
+        config, options = self.model.pi0.config.vlm_config, self.reads
+        patches = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
+        images = [int(config.image_token_id)] * (patches**2 * len(options.cameras))
+        start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        texts = {text: images + start + self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"] for text in set(instructions)}
+        length = max(len(ids) for ids in texts.values())
+        if options.prompt_tokens is not None:
+            if length > (room := len(images) + options.prompt_tokens):
+                longest = max(texts, key=lambda text: len(texts[text]))
+                problem = f"The instruction '{longest}' has {length - len(images)} tokens"
+                raise UserError(f"{problem}; raise policy.prompt_tokens={options.prompt_tokens}.")
+            length = room
+        pad = self.tokenizer.pad_token_id or 0
+        ids = [texts[text] + [pad] * (length - len(texts[text])) for text in instructions]
+        mask = [[1] * len(texts[text]) + [0] * (length - len(texts[text])) for text in instructions]
+        return torch.tensor(ids), torch.tensor(mask)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Recorded actions [B, W] → chunks [B, K, A] float32 in the data set's units."""
@@ -298,14 +272,14 @@ class PI0Policy(FlowPolicy[PI0Context]):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
             self.model.pi0.save_pretrained(temporary)
-            self.inputs.tokenizer.save_pretrained(temporary)
+            self.tokenizer.save_pretrained(temporary)
             reset_mode(Path(temporary))
             for path in sorted(Path(temporary).iterdir()):
                 os.replace(path, directory / path.name)
         save_state(self.critic.state_dict(), directory / VALUE_HEAD)
         if self.noise_net is not None:
             save_state(self.noise_net.state_dict(), directory / NOISE_NET)
-        moments = {"state": self.inputs.state, "action": self.action_moments}
+        moments = {"state": self.state_moments, "action": self.action_moments}
         data = {name: {"mean": list(part.mean), "std": list(part.std)} for name, part in moments.items()}
         write_atomic(directory / STATISTICS, json.dumps(data, indent=2))
 

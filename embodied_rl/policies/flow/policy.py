@@ -263,11 +263,6 @@ class VelocityModel(nn.Module, ABC, Generic[Context]):
     """Number of features, F."""
     observation_keys: tuple[str, ...]
 
-    @property
-    def convolutions(self) -> nn.Module | None:
-        """Module with convolutions, if any; learners choose their thread count by them."""
-        return None
-
     @abstractmethod
     def context(self, observation: Mapping[str, Any]) -> Context:
         """Encode observations."""
@@ -345,10 +340,6 @@ class FlowPolicy(Policy, Generic[Context]):
         # One fixed draw, not zeros: from zeros, a flow with two modes ends between them, where no demonstration was.
         generator = torch.Generator().manual_seed(_FIXED_NOISE_SEED)
         self.register_buffer("initial_noise", torch.randn(1, *self.model.latent, generator=generator))
-
-    @property
-    def trunk(self) -> nn.Module | None:
-        return self.model.convolutions
 
     @property
     def chunk_size(self) -> int:
@@ -574,10 +565,6 @@ class FlowNetwork(VelocityModel[Tensor]):
         self.register_buffer("frequencies", 0.5 * math.pi * 2.0 ** torch.linspace(0.0, 3.0, half), persistent=False)
         width = self.latent[0] * self.latent[1]
         self.layers = make_mlp(width + config.time_features + size, config.hidden_sizes, width, config.activation, output_gain=0.1)
-
-    @property
-    def convolutions(self) -> nn.Module | None:
-        return self.trunk
 
     def context(self, observation: Mapping[str, Any]) -> Tensor:
         """[B, F]: the normalised state, then the image's features."""

@@ -118,7 +118,7 @@ def test_actions_are_transformers_own(folder: Path) -> None:
 def test_the_prompt_is_images_then_text(folder: Path) -> None:
     policy = load(folder)
     ready = policy.prepare(observe(2))
-    tokenizer = policy.inputs.tokenizer
+    tokenizer = policy.tokenizer
     # Two cameras of 2x2 patches each.
     assert ready["input_ids"][0, :8].tolist() == [tokenizer.convert_tokens_to_ids("<image>")] * 8
     assert tokenizer.decode(ready["input_ids"][0, 8:], skip_special_tokens=True) == "push the red cube\n"
@@ -264,7 +264,7 @@ def test_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     policy.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved", "flow_noise")
     noise = torch.randn(2, policy.noise_width, generator=torch.Generator().manual_seed(5))
-    one, two = policy.act(observe(2), noise), again.act(observe(2), noise)
+    one, two = policy.act(policy.prepare(observe(2)), noise), again.act(again.prepare(observe(2)), noise)
     assert torch.equal(one.action, two.action)
     assert torch.equal(one.log_prob, two.log_prob)
     assert one.value is not None
