@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, re
 from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, replace_folder, sum_of_document, sums_of
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.specs import spec_differences
-from embodied_rl.trust import CHECKPOINT, require_trusted, sign
+from embodied_rl.trust import CHECKPOINT, UntrustedCode, require_trusted, sign
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ _SUM, _SUMS = "sha256", "files"
 """Entries of the state: its own digest, and those of the other files. The card has none, because results are added to it later."""
 _ASIDE = ".tmp-old-"
 """Prefix of a checkpoint that is replaced; `find_last` sees it."""
+_OTHER = "Use another checkpoint."
 _NO_ROOM = 2**16
 """Free bytes below which a disk counts as full."""
 _FOLDER = re.compile(rf"({re.escape(_ASIDE)})?step_\d+")
@@ -271,9 +273,11 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{folder}': {STATE_FILE} has a missing or wrong entry ({brief(repr(error))}). Use another checkpoint."
+            f"Checkpoint '{folder}': {STATE_FILE} has a missing or wrong entry ({brief(repr(error))}). {_OTHER}"
         ) from error
-    config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust, replaced)
+    file = folder / CONFIG_FILE
+    trusted = partial(require_trusted, file=file, what=CHECKPOINT, signature=document.get(_SIGNATURE), trust=trust, replaced=replaced)
+    config = _read_config(file, trusted)
     return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **parts)
 
 
@@ -353,7 +357,7 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
         if (fault := fault_of(path, expected)) is None:
             continue
         if name == CONFIG_FILE:
-            _built(path, _parsed(path, _read_file(path)))  # an edited configuration may raise a clearer error
+            _read_config(path)  # an edited configuration may raise a clearer error
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {fault}. {_way_out(folder)}")
 
 
@@ -392,41 +396,20 @@ def _are_sums(found: object) -> bool:
     return all(isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str) for entry in entries)
 
 
-def _read_config(path: Path, signature: str | None, trust: Sequence[str], replaced: Sequence[str]) -> TrainConfig:
-    content = _read_file(path)
-    # The bytes that are signed, checked and used are the same.
-    plain = _parsed(path, content)
-    require_trusted(plain, file=path, what=CHECKPOINT, content=content, signature=signature, trust=trust, replaced=replaced)
-    return _built(path, plain)
-
-
-def _read_file(path: Path) -> bytes:
+def _read_config(path: Path, check: Callable[..., None] | None = None) -> TrainConfig:
+    """`check` gets what was read, and the bytes that it was read from, before anything is built from it."""
     try:
-        return read_regular(path)
-    except FileNotFoundError as error:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint."
-        ) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _parsed(path: Path, content: bytes) -> Any:
-    try:
-        return parse_yaml(content)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _built(path: Path, plain: Any) -> TrainConfig:
-    try:
+        content = read_regular(path)
+        plain = parse_yaml(content)
+        if check is not None:
+            check(plain, content=content)
         return TrainConfig.from_dict(plain)
-    except (ValueError, TypeError, RecursionError) as error:  # UserError is a ValueError
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> IncompatibleCheckpointError:
-    return IncompatibleCheckpointError(f"Checkpoint file '{path}' cannot be read as a configuration: {brief(error, 260)}")
+    except UntrustedCode:
+        raise
+    except FileNotFoundError as error:
+        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. {_OTHER}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # UserError is a ValueError
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' cannot be read as a configuration: {brief(error, 260)}") from error
 
 
 def _link(link: Path, target: str) -> None:

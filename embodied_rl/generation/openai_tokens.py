@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
@@ -71,24 +71,15 @@ class FailedAttemptError(Exception):
         super().__init__(message)
         self.kind, self.status, self.retry_after_s = kind, status, retry_after_s
 
-    @property
-    def may_retry(self) -> bool:
-        return self.kind not in ("rejected", "prompt_too_long")
-
 
 class Gate:
     """Holds requests back: all of them after a 429, new ones while paused."""
 
     def __init__(self) -> None:
         self._not_before = 0.0
-        self._open = asyncio.Event()
-        self._open.set()
-
-    def set_paused(self, paused: bool) -> None:
-        if paused:
-            self._open.clear()
-        else:
-            self._open.set()
+        self.open = asyncio.Event()
+        """Cleared while paused."""
+        self.open.set()
 
     def hold(self, seconds: float) -> None:
         self._not_before = max(self._not_before, time.monotonic() + seconds)
@@ -96,7 +87,7 @@ class Gate:
     async def passed(self) -> None:
         """Return when a request may be sent."""
         while True:
-            await self._open.wait()
+            await self.open.wait()
             left = self._not_before - time.monotonic()
             if left <= 0:
                 return
@@ -128,7 +119,8 @@ async def ask(
         except FailedAttemptError as error:
             failed = error
         patience = failed.retry_after_s
-        if not failed.may_retry or attempt >= policy.max_attempts or (patience is not None and patience > policy.max_retry_after_s):
+        is_last = failed.kind in ("rejected", "prompt_too_long") or attempt >= policy.max_attempts
+        if is_last or (patience is not None and patience > policy.max_retry_after_s):
             return tokens.Failure(failed.kind, str(failed), attempts=attempt, status=failed.status)
         wait = max(policy.wait_s(attempt, generator), patience or 0.0)
         if failed.kind == "rate_limited":
@@ -218,11 +210,9 @@ def _refusal(response: httpx.Response) -> FailedAttemptError:
     except ValueError:
         message = response.text
     text = f"HTTP {status}: {_short(message) or response.reason_phrase}"
-    if status == 429:
-        return FailedAttemptError("rate_limited", text, status=status, retry_after_s=retry_after_s(response.headers.get("retry-after")))
-    if status >= 500 or status == 408:
-        wait = retry_after_s(response.headers.get("retry-after"))
-        return FailedAttemptError("server_error", text, status=status, retry_after_s=wait)
+    if status in (408, 429) or status >= 500:
+        kind: tokens.FailureKind = "rate_limited" if status == 429 else "server_error"
+        return FailedAttemptError(kind, text, status=status, retry_after_s=retry_after_s(response.headers.get("retry-after")))
     if any(sign in message for sign in _TOO_LONG):
         return FailedAttemptError("prompt_too_long", text, status=status)
     hint = " Check the API key: the variable that api_key_env (openai.api_key_env) names holds it." if status in (401, 403) else ""
@@ -271,21 +261,12 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
 
     def call(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
         """Run a coroutine and wait for its result. Raises its exceptions, or TimeoutError."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
         """Cancel running coroutines, let them end, stop the thread. May be called twice."""
@@ -473,13 +454,13 @@ class OpenAITokens(tokens.TokenBackend):
             self._put(tokens.Completion.of(request_id, [], [], [], [], "aborted"))
 
     def pause(self) -> None:
-        self._set_paused(True)
+        self._set_paused(True, self._gate.open.clear)
 
     def resume(self) -> None:
-        self._set_paused(False)
+        self._set_paused(False, self._gate.open.set)
 
-    def _set_paused(self, paused: bool) -> None:
-        self._loop.loop.call_soon_threadsafe(self._gate.set_paused, paused)
+    def _set_paused(self, paused: bool, tell: Callable[[], None]) -> None:
+        self._loop.loop.call_soon_threadsafe(tell)
         with self._condition:
             self._paused = paused
             self._condition.notify_all()
