@@ -13,7 +13,7 @@ from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -35,8 +35,11 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
 from embodied_rl.policies.model_folder import caps_attention, max_context, text_config, value_of
 from embodied_rl.policies.packed_attention import registered
-from embodied_rl.policies.structures import Matcher, Structures
+from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
+
+if TYPE_CHECKING:
+    from xgrammar import GrammarMatcher
 
 # ---- Drawing tokens from logits: a pure function of the logits, each row's settings and one uniform number a row ------
 
@@ -266,7 +269,7 @@ class _Row(Growing):
     """A request in progress."""
 
     uniform: np.random.Generator
-    matcher: Matcher | None = None
+    matcher: GrammarMatcher | None = None
     """State of the row's structure; None: no structure."""
     position_offset: int = 0
     """Positions minus number of tokens: image tokens share positions in models with three-part rotary positions."""
@@ -671,7 +674,7 @@ class TorchTokens(Stepwise):
             if count := row.request.top_logprobs:
                 row.top.append(list(zip(token_ids[:count], log_probs[:count], strict=True)))
 
-    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+    def _matcher(self, request: GenerationRequest) -> GrammarMatcher | None:
         if request.structure is None:
             return None
         if self._tokenizer is None:

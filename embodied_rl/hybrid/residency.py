@@ -13,6 +13,7 @@ memory is freed: a caller must not read a tensor that is out, as on a GPU.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -86,13 +87,11 @@ class Residency:
 
     def memory_usage(self) -> MemoryUsage:
         """Exact bytes of every registered kind, by place."""
-        found: MemoryUsage = {}
+        found: dict[str, Counter[str]] = {kind: Counter() for kind in self._residents}
         for kind, residents in self._residents.items():
-            places = found.setdefault(kind, {})
             for resident in residents:
-                for place, size in resident.num_bytes().items():
-                    places[place] = places.get(place, 0) + size
-        return found
+                found[kind].update(resident.num_bytes())
+        return {kind: dict(places) for kind, places in found.items()}
 
     def metrics(self) -> dict[str, float]:
         """Memory in use, bytes moved since the last call, and the time that this process waited for the moves."""
@@ -121,11 +120,7 @@ class Tensors(Resident):
         self._stream: torch.cuda.Stream | None = None
 
     def num_bytes(self) -> dict[str, int]:
-        places: dict[str, int] = {HOST: sum(host.numel() for _, host in self._aside)}
-        for storage in _storages(self._tensors()):
-            place = str(storage.device)
-            places[place] = places.get(place, 0) + storage.nbytes()
-        return places
+        return {HOST: sum(host.numel() for _, host in self._aside)} | _bytes_of(self._tensors())
 
     @torch.no_grad()
     def offload(self) -> int:
@@ -183,10 +178,7 @@ class Gradients(Resident):
         self._parameters = parameters
 
     def num_bytes(self) -> dict[str, int]:
-        places: dict[str, int] = {}
-        for storage in _storages(parameter.grad for parameter in self._parameters() if parameter.grad is not None):
-            places[str(storage.device)] = places.get(str(storage.device), 0) + storage.nbytes()
-        return places
+        return _bytes_of(parameter.grad for parameter in self._parameters() if parameter.grad is not None)
 
     def offload(self) -> int:
         freed = sum(self.num_bytes().values())
@@ -238,6 +230,14 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         storage = local_part(tensor).detach().untyped_storage()
         found.setdefault(storage._cdata, storage)
     return list(found.values())
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """{device: bytes}"""
+    sizes: Counter[str] = Counter()
+    for storage in _storages(tensors):
+        sizes[str(storage.device)] += storage.nbytes()
+    return dict(sizes)
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:

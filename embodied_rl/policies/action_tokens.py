@@ -108,7 +108,8 @@ class TokenDistribution:
 
 
 def mean_of_steps(loss: Tensor, mask: Tensor | None) -> Tensor:
-    """[B] mean of a chunk's token losses [B, L] over the steps that exist, [B, K] bool; None: all."""
+    """[B] mean of a chunk's losses [B, L] over the steps that exist, [B, K] bool (None: all); masked losses may be NaN. A row without any
+    has 0."""
     if mask is None:
         return loss.mean(-1)
     counted = mask.to(loss.device).repeat_interleave(loss.shape[1] // mask.shape[1], dim=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -107,8 +107,11 @@ class LanguagePolicy(LanguageWeights):
     def reference_log_prob(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """[B, S] float32 log-probabilities under the reference policy: the model without its LoRA, or the copy from `keep_reference`.
         Raises UserError: there is neither."""
-        with self._reference_model() as model:
-            return self._evaluate(model, sequences).log_prob
+        model = self.model if self.has_lora else next(iter(self.reference), None)
+        if model is None:
+            raise UserError("No reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
+        with self.adapted.disable_adapter() if self.has_lora else nullcontext():
+            return self._evaluate(cast("PreTrainedModel", model), sequences).log_prob
 
     def keep_reference(self) -> None:
         """Keep the current weights as the reference. With LoRA nothing is copied: the reference is the model without it."""
@@ -117,9 +120,12 @@ class LanguagePolicy(LanguageWeights):
 
     def expand_images(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
         """[P'] int64 prompt with as many placeholders as its images take tokens. Raises UserError as `VisionInputs.expand` does."""
+        return self._vision().expand(prompt_ids, images)
+
+    def _vision(self) -> VisionInputs:
         if self.vision is None:
             raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
-        return self.vision.expand(prompt_ids, images)
+        return self.vision
 
     def _evaluate(self, model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
         self._check(sequences)
@@ -194,15 +200,14 @@ class LanguagePolicy(LanguageWeights):
 
     def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         images = [image for sequence in sequences for image in sequence.images]
-        if images and self.vision is None:
-            raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
         position_ids = rows.position_ids
         inputs: dict[str, Any] = {}
-        if self.vision is not None:
+        if images or self.vision is not None:
+            vision = self._vision()
             for sequence in sequences:
-                self.vision.check(sequence.token_ids, sequence.images)
-            position_ids = self._positions(rows, sequences)
-            inputs = self.vision.tensors(images) if images else {}
+                vision.check(sequence.token_ids, sequence.images)
+            position_ids = self._positions(vision, rows, sequences)
+            inputs = vision.tensors(images) if images else {}
         inputs["input_ids"] = torch.from_numpy(rows.token_ids)
         inputs["position_ids"] = torch.from_numpy(position_ids)
         if rows.attention_mask is not None:
@@ -214,25 +219,14 @@ class LanguagePolicy(LanguageWeights):
             inputs |= packed_inputs([len(sequence) for sequence in sequences], self.device)
         return inputs
 
-    def _positions(self, rows: Rows, sequences: Sequence[TokenSequence]) -> np.ndarray:
+    def _positions(self, vision: VisionInputs, rows: Rows, sequences: Sequence[TokenSequence]) -> np.ndarray:
         """[R, W] or [3, R, W] int64: the model's own positions of each sequence, at its columns in the row."""
-        assert self.vision is not None
         assert rows.attention_mask is not None
-        own = [self.vision.position_ids(self.base, sequence.token_ids, sequence.images) for sequence in sequences]
+        own = [vision.position_ids(self.base, sequence.token_ids, sequence.images) for sequence in sequences]
         positions = np.zeros((*own[0].shape[:-1], *rows.token_ids.shape), np.int64)
         for row, part in enumerate(own):
             positions[..., row, rows.attention_mask[row]] = part
         return positions
-
-    @contextmanager
-    def _reference_model(self) -> Iterator[PreTrainedModel]:
-        if self.has_lora:
-            with self.adapted.disable_adapter():
-                yield self.model
-        elif self.reference:
-            yield cast("PreTrainedModel", self.reference[0])
-        else:
-            raise UserError("No reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
 
     # ---- layout -----------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from xgrammar import GrammarMatcher
 
 _CACHE_BYTES = 64 * 2**20
 """Size of the cache of compiled structures."""
@@ -21,16 +24,6 @@ def not_compiled(error: BaseException) -> UserError:
     # "[12:30:00] /project/cpp/x.cc:12: Check failed: (…) is false: what is wrong"
     said = re.sub(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .*? is false: )?", "", str(error).strip())
     return UserError(f"The structure of an answer cannot be compiled: {' '.join(said.split())[:300] or type(error).__name__}")
-
-
-class Matcher(Protocol):
-    """State of an answer in its structure: the used part of xgrammar's GrammarMatcher."""
-
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by a token; False: the token violates the structure."""
-
-    def fill_next_token_bitmask(self, bitmask: Tensor, index: int) -> bool:
-        """Set row `index` of an int32 [n, V / 32] to the tokens that may come next."""
 
 
 class Structures:
@@ -45,16 +38,16 @@ class Structures:
         # One thread: the others sample.
         self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
 
-    def matcher(self, structure: str, stop_ids: Iterable[int]) -> Matcher:
+    def matcher(self, structure: str, stop_ids: Iterable[int]) -> GrammarMatcher:
         """Matcher at the beginning of an answer that a stop token ends. Raises UserError for a structure that cannot be compiled."""
         try:
             compiled = self._compiler.compile_structural_tag(structure)
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise not_compiled(error) from error
-        matcher: Matcher = self._new_matcher(compiled, override_stop_tokens=list(stop_ids))
+        matcher: GrammarMatcher = self._new_matcher(compiled, override_stop_tokens=list(stop_ids))
         return matcher
 
-    def allowed(self, matchers: Sequence[Matcher | None], device: torch.device) -> Tensor | None:
+    def allowed(self, matchers: Sequence[GrammarMatcher | None], device: torch.device) -> Tensor | None:
         """[n, V] bool mask of the tokens that may come next; None if no row has a structure."""
         if not any(matcher is not None for matcher in matchers):
             return None

@@ -30,7 +30,10 @@ class VisionInputs:
     def __init__(self, processor: BaseImageProcessor, config: PretrainedConfig) -> None:
         self._processor = processor
         self._config = config
-        self.image_token_id = int(_image_token_id(config))
+        tokens = [value_of(config, name) for name in ("image_token_id", "image_token_index")]
+        if not any(isinstance(token, int) for token in tokens):
+            raise UserError(f"The configuration of model type '{config.model_type}' has no image token.")
+        self.image_token_id: int = next(token for token in tokens if isinstance(token, int))
         self.has_grids = hasattr(config.vision_config, "spatial_merge_size")
         """Whether the number of an image's tokens depends on its size."""
         self._grids: dict[tuple[int, ...], Tensor] = {}
@@ -133,11 +136,3 @@ class VisionInputs:
             if image.shape not in self._grids:
                 self._grids[image.shape] = self.tensors([image])["image_grid_thw"][0]
         return torch.stack([self._grids[image.shape] for image in images])
-
-
-def _image_token_id(config: PretrainedConfig) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        value = value_of(config, name)
-        if isinstance(value, int):
-            return value
-    raise UserError(f"The configuration of model type '{config.model_type}' has no image token.")

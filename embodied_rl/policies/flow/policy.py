@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from embodied_rl.config import FlowPolicyConfig, PolicyConfig
 from embodied_rl.config.policy import FlowOptions
 from embodied_rl.errors import UserError
+from embodied_rl.policies.action_tokens import mean_of_steps
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation, image_of, numpy_of, vector_of
 from embodied_rl.policies.heads import LOG_SQRT_2PI
@@ -228,23 +229,16 @@ def _with_divergence(velocity: Velocity, x: Tensor, t: float) -> tuple[Tensor, T
     return v.detach(), divergence.detach()
 
 
-def flow_matching_loss(
-    velocity: Callable[[Tensor, Tensor], Tensor], action: Tensor, noise: Tensor, t: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def flow_matching_loss(velocity: Velocity, action: Tensor, noise: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean of (v(x_t, t) - (ε - a))² over each row's numbers [B], x_t = t·ε + (1 - t)·a.
 
     Args:
-        velocity: (x [B, H, D], t [B]) → [B, H, D]
         action, noise: [B, H, D]
         t: [B]
         mask: [B, H] bool, steps that exist (a chunk may extend beyond the episode's end). A row without any has loss 0.
     """
     error = (velocity(mix(action, noise, t), t) - (noise - action)).square().mean(-1)
-    if mask is None:
-        return error.mean(-1)
-    # where, not a product: masked values may be NaN.
-    kept = torch.where(mask, error, torch.zeros_like(error))
-    return kept.sum(-1) / mask.sum(-1).clamp_min(1)
+    return mean_of_steps(error, mask)
 
 
 _FIXED_NOISE_SEED = 0

@@ -479,21 +479,15 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
     policy = load_vla_policy(config.path, spec, config, oft=oft, value_head=config.value_head, values=values, dtype=dtype, vision=vision)
     if policy.chunk_size != config.chunk_size:
         raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
-    choose_trained(policy, config)
-    # With LoRA on all trained layers, the model's own weights stay those of the folder.
-    policy.base_folder = Path(config.path) if config.lora_rank > 0 else None
-    return policy
-
-
-def choose_trained(policy: VLAPolicy, config: OpenVLAPolicyConfig) -> None:
-    """Freeze untrained parts, add LoRA, and recompute layers in the backward pass, as configured."""
-    vision = policy.model.vision_backbone
     if config.lora_rank > 0:
         _add_lora(policy.model, config, skip="vision_backbone." if config.freeze_vision else None)
     elif config.freeze_vision:
-        vision.requires_grad_(False)
+        policy.model.vision_backbone.requires_grad_(False)
     if config.gradient_checkpointing:
         policy.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    # With LoRA on all trained layers, the model's own weights stay those of the folder.
+    policy.base_folder = Path(config.path) if config.lora_rank > 0 else None
+    return policy
 
 
 def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -> None:

@@ -71,7 +71,11 @@ def range_of(
     """Read one data set's range from a checkpoint's statistics.
     `key`: the data set; None if the checkpoint has only one.
     Raises UserError: no such data set (the choices are listed), or its entry is incomplete."""
-    name = resolve_key(norm_stats, key)
+    if key is None and len(norm_stats) != 1:
+        known = ", ".join(sorted(norm_stats)) or "(none)"
+        raise UserError(f"policy.unnorm_key must name the data set whose action ranges are used. Known: {known}.")
+    name = next(iter(norm_stats)) if key is None else key
+    require_known(name, norm_stats, f"policy.unnorm_key='{key}' is not in the checkpoint's norm_stats.")
     entry = norm_stats[name]
     require_known(part, entry, f"norm_stats['{name}'] has no '{part}'.")
     statistics = entry[part]
@@ -89,18 +93,6 @@ def range_of(
             f"norm_stats['{name}']['{part}']: sizes differ: {low_name} {low.shape}, {high_name} {high.shape}, mask {mask.shape}."
         )
     return Range(low, high, mask, epsilon)
-
-
-def resolve_key(norm_stats: Mapping[str, Any], key: str | None) -> str:
-    """The data set's name; None is allowed if there is only one. Raises UserError with the choices."""
-    if key is None:
-        if len(norm_stats) == 1:
-            return next(iter(norm_stats))
-        raise UserError(
-            f"policy.unnorm_key must name the data set whose action ranges are used. Known: {', '.join(sorted(norm_stats)) or '(none)'}."
-        )
-    require_known(key, norm_stats, f"policy.unnorm_key='{key}' is not in the checkpoint's norm_stats.")
-    return key
 
 
 # ---- pictures ---------------------------------------------------------------------------------------------------------
@@ -178,23 +170,18 @@ def _resize(image: Image.Image, size: int, strategy: ResizeStrategy) -> Image.Im
     if strategy == "resize-naive":
         return image.resize((size, size), Image.Resampling.BICUBIC)
     if strategy == "letterbox":
-        image = _letterbox(image)
+        # Equal bars on both sides, so one pixel short of a square if the difference is odd, as in the original. Their grey is the mean of
+        # the second normalisation, 0.5, in 255ths.
+        across, down = ((max(image.size) - side) // 2 for side in image.size)
+        padded = Image.new("RGB", (image.width + 2 * across, image.height + 2 * down), (127, 127, 127))
+        padded.paste(image, (across, down))
+        image = padded
     width, height = image.size
     short, long = min(width, height), max(width, height)
     scaled = int(size * long / short)
     image = image.resize((size, scaled) if width <= height else (scaled, size), Image.Resampling.BICUBIC)
     left, top = round((image.width - size) / 2.0), round((image.height - size) / 2.0)
     return image.crop((left, top, left + size, top + size))
-
-
-def _letterbox(image: Image.Image) -> Image.Image:
-    """Equal bars on both sides, so one pixel short of a square if the difference is odd, as in the original."""
-    longest = max(image.size)
-    horizontal, vertical = (longest - image.width) // 2, (longest - image.height) // 2
-    # The mean of the second normalisation, 0.5, in 255ths.
-    padded = Image.new("RGB", (image.width + 2 * horizontal, image.height + 2 * vertical), (127, 127, 127))
-    padded.paste(image, (horizontal, vertical))
-    return padded
 
 
 # ---- LIBERO -----------------------------------------------------------------------------------------------------------
