@@ -143,8 +143,8 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeyp
         (module.os, "rename"),
         (module.os, "replace"),
         (module, "fsync"),
-        (module.tensor_files, "write_policy"),
-        (module.tensor_files, "write_tensors"),
+        (module, "write_policy"),
+        (module, "write_tensors"),
         (module.shutil, "rmtree"),
     ]
     config = make_config(tmp_path, checkpoint={"keep_last": 1})
@@ -482,7 +482,7 @@ def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(tmp_path: Path, 
 
 
 def test_a_checkpoint_in_the_background_moves_the_link_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, original = threading.Event(), module.tensor_files.write_tensors
+    gate, original = threading.Event(), module.write_tensors
 
     def slowly(path: Path, tensors: Any) -> None:
         assert gate.wait(60)
@@ -496,7 +496,7 @@ def test_a_checkpoint_in_the_background_moves_the_link_when_it_is_whole(tmp_path
     writer.save(1000, policy={"w": torch.ones(3)}, learner={}, **arguments)
     writer.wait()
     gate.clear()
-    monkeypatch.setattr(module.tensor_files, "write_tensors", slowly)
+    monkeypatch.setattr(module, "write_tensors", slowly)
     weights = torch.full((3,), 2.0)
     writer.save(2000, policy={"w": weights}, learner={}, **arguments)
     weights.fill_(7.0)  # training goes on
@@ -506,9 +506,7 @@ def test_a_checkpoint_in_the_background_moves_the_link_when_it_is_whole(tmp_path
     assert find_last(tmp_path) == (tmp_path / "checkpoints" / "step_000002000").resolve()
     assert load_checkpoint(tmp_path).policy["w"].tolist() == [2.0, 2.0, 2.0], "what it was when the checkpoint was begun"
     # What goes wrong in the background is told to whoever asks next, once.
-    monkeypatch.setattr(
-        module.tensor_files, "write_tensors", lambda path, tensors: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    monkeypatch.setattr(module, "write_tensors", lambda path, tensors: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     writer.save(3000, policy={"w": weights}, learner={}, **arguments)
     with pytest.raises(UserError, match=r"Cannot write .*step_000003000': No space left on device"):
         writer.wait()

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,12 +33,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl import __version__
-from embodied_rl.checkpoint import tensors as tensor_files
 from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
-from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, replace_folder, sum_of_document, sums_of
+from embodied_rl.files import (
+    FileSums,
+    cannot_write,
+    copy_files,
+    fault_of,
+    fsync,
+    replace_folder,
+    reset_mode,
+    sha256_of,
+    sum_of_document,
+    sums_of,
+)
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.specs import spec_differences
 from embodied_rl.trust import CHECKPOINT, UntrustedCode, require_trusted, sign
@@ -47,6 +58,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+POLICY_FILE = "policy.safetensors"
+MODEL_FOLDER = "model"
+"""Folder of a checkpoint with what the policy is built from, if the configuration does not fully say it."""
+MODEL_FILES = ("model.safetensors", "adapter_model.safetensors", "value_head.safetensors")
+"""Files of a model's folder that may hold tensors: of `MODEL_FOLDER`, or of its subfolder with a domain's own model; a value head may have
+a subfolder of either."""
+Exported = Mapping[str, tuple[str, str]]
+"""{tensor of the policy's state: (file in the model folder, name in that file)}; tied tensors share a name."""
 FORMAT_VERSION = 4
 _READ_VERSIONS = (1, 2, 3, 4)
 """1: every tensor of the policy is in `POLICY_FILE`, as for policies without a model folder. 2: the policy has a model folder. 3: domains
@@ -92,7 +111,7 @@ class Checkpoint:
     """Version of embodied_rl that wrote it."""
     base: dict[str, Any] | None = None
     """The model that `policy` is an adapter of (`base_of`); None: the policy is whole."""
-    exported: tensor_files.Exported = field(default_factory=dict)
+    exported: Exported = field(default_factory=dict)
     """Tensors of `policy` that are in the model folder."""
     place: str = ""
     """For one domain's part: subfolder of ``model`` with its model (`model_place`)."""
@@ -100,11 +119,11 @@ class Checkpoint:
     @property
     def model_folder(self) -> Path:
         """The Hugging Face folder of a language policy."""
-        return self.path / tensor_files.MODEL_FOLDER / self.place
+        return self.path / MODEL_FOLDER / self.place
 
     def weights_sha256(self) -> str:
         """Digest that identifies the weights, in whatever files they are (reads these files)."""
-        return tensor_files.weights_sha256(self.path, self.exported)
+        return weights_sha256(self.path, self.exported)
 
     @property
     def sharded(self) -> Path | None:
@@ -136,7 +155,7 @@ def save_checkpoint(
     describe: Callable[[Path], None] | None = None,
     base: Mapping[str, Any] | None = None,
     parts: Callable[[], Path] | None = None,
-    exported: tensor_files.Exported | None = None,
+    exported: Exported | None = None,
 ) -> Path:
     """Write a checkpoint, point `last` (and `best`) at it, and remove what `config.checkpoint` does not keep.
 
@@ -161,10 +180,10 @@ def save_checkpoint(
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
         if describe is not None:
-            (temporary / tensor_files.MODEL_FOLDER).mkdir()
-            write_description(describe, temporary / tensor_files.MODEL_FOLDER)
-        tensor_files.write_policy(temporary, policy, in_model)
-        tensor_files.write_tensors(temporary / LEARNER_FILE, learner)
+            (temporary / MODEL_FOLDER).mkdir()
+            write_description(describe, temporary / MODEL_FOLDER)
+        write_policy(temporary, policy, in_model)
+        write_tensors(temporary / LEARNER_FILE, learner)
         (temporary / CONFIG_FILE).write_text(written, encoding="utf-8")
         (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
         if parts is not None:
@@ -256,10 +275,10 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     folder = resolve_checkpoint(path)
     document = _read_state(folder)
     _verify(folder, document, with_learner)
-    exported = tensor_files.read_exported(document.get("exported", {}), folder / STATE_FILE)
+    exported = read_exported(document.get("exported", {}), folder / STATE_FILE)
     way_out = _way_out(folder)
-    policy = tensor_files.read_policy(folder, exported, way_out)
-    learner = tensor_files.read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
+    policy = read_policy(folder, exported, way_out)
+    learner = read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
     try:
         parts: dict[str, Any] = {
             "step": int(document["step"]),
@@ -352,7 +371,7 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
         read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
         path = folder / name
         # Their readers report them if they are missing.
-        if read_elsewhere or (name in (tensor_files.POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
+        if read_elsewhere or (name in (POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
             continue
         if (fault := fault_of(path, expected)) is None:
             continue
@@ -626,3 +645,92 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> Non
 
 def _first(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+# ---- tensors: the policy's are in ``policy.safetensors``, except those in a model folder with another tool's layout (`Exported`) --------
+
+
+def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str]]:
+    """{file in the checkpoint: {name in it: tensor of the state}} for a policy's tensors."""
+    files: dict[str, dict[str, str]] = {}
+    for name in names:
+        file, stored = exported.get(name, ("", name))
+        files.setdefault(f"{MODEL_FOLDER}/{file}" if file else POLICY_FILE, {}).setdefault(stored, name)
+    return files or {POLICY_FILE: {}}
+
+
+def write_policy(folder: Path, tensors: Mapping[str, Tensor], exported: Exported) -> None:
+    """Write each tensor once, into the file that `exported` names or into ``policy.safetensors``. Raises OSError."""
+    for file, names in by_file(tensors, exported).items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / file, {stored: tensors[name] for stored, name in names.items()})
+
+
+def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Tensor]:
+    """The inverse of `write_policy`; without an `exported`, reads all of ``policy.safetensors``.
+    Raises IncompatibleCheckpointError: a file is missing or damaged, or lacks a tensor."""
+    tensors = {} if exported and not (folder / POLICY_FILE).is_file() else read_tensors(folder / POLICY_FILE, way_out)
+    files = {file: read_tensors(folder / MODEL_FOLDER / file, way_out) for file in sorted({file for file, _ in exported.values()})}
+    for name, (file, stored) in exported.items():
+        if stored not in files[file]:
+            raise IncompatibleCheckpointError(f"Checkpoint file '{folder / MODEL_FOLDER / file}' lacks the tensor '{stored}'. {way_out}")
+        tensors[name] = files[file][stored]
+    return tensors
+
+
+def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
+    """Check an `Exported` from a file. Raises IncompatibleCheckpointError."""
+    exported: dict[str, tuple[str, str]] = {}
+    for name, place in document.items() if isinstance(document, dict) else [("", None)]:
+        if not (isinstance(place, list) and len(place) == 2 and _is_model_file(place[0]) and isinstance(place[1], str)):
+            raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: a tensor of 'exported' has no valid model file.")
+        exported[name] = (place[0], place[1])
+    return exported
+
+
+def _is_model_file(found: object) -> bool:
+    *own, file = found.split("/") if isinstance(found, str) else [""]
+    depth = len(own) - (own[-1:] == ["value_head"])
+    return file in MODEL_FILES and depth <= 1 and all(part.isidentifier() for part in own)
+
+
+def weights_sha256(folder: Path, exported: Exported) -> str:
+    """Digest that identifies the weights: that of their file; for several files, of their names and digests."""
+    files = {POLICY_FILE} if not exported else {f"{MODEL_FOLDER}/{file}" for file, _ in exported.values()}
+    if exported and (folder / POLICY_FILE).is_file():
+        files.add(POLICY_FILE)
+    sums = {file: sha256_of(folder / file) for file in sorted(files)}
+    return next(iter(sums.values())) if len(sums) == 1 else hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file that transformers can read too (``format: pt``). Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    # safetensors refuses tensors that share memory (tied weights); all but the first are copied.
+    seen: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        address = value.untyped_storage().data_ptr()
+        plain[name] = value.clone() if address in seen else value
+        seen.add(address)
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+        reset_mode(path)
+    except SafetensorError as error:
+        raise OSError(f"{error}") from error
+
+
+def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
+    """Read a file. Raises IncompatibleCheckpointError, with the advice `way_out`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged ({brief(error)}). {way_out}") from error

@@ -34,7 +34,7 @@ from embodied_rl.generation.tokens import (
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
 from embodied_rl.policies.model_folder import caps_attention, max_context, text_config, value_of
-from embodied_rl.policies.packed_attention import registered
+from embodied_rl.policies.packing import registered
 from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
 

@@ -24,8 +24,7 @@ from embodied_rl.policies import model_folder
 from embodied_rl.policies.base import Role
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import LanguageWeights, base_of, with_lora
-from embodied_rl.policies.packed_attention import by_sequence, packed_inputs
-from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
+from embodied_rl.policies.packing import Layout, Rows, TokenSequence, by_sequence, pack, packed_inputs, plan_micro_batches
 from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
 
@@ -231,7 +230,7 @@ class LanguagePolicy(LanguageWeights):
     # ---- layout -----------------------------------------------------------------------------------------------------
 
     def lay_out(self, layout: Layout, apart: bool) -> None:
-        """Use this layout. `apart`: attention of packed rows runs per sequence (`packed_attention`), not with a mask."""
+        """Use this layout. `apart`: attention of packed rows runs per sequence (`attention_by_sequence`), not with a mask."""
         self.layout, self._apart = layout, apart
         if self.config.attention == "sdpa":
             self.base.set_attn_implementation(by_sequence() if apart else "sdpa")

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.language import LanguagePolicy, TokenEvaluation, build_language_policy, token_statistics
-from embodied_rl.policies.packed_attention import packed_inputs
-from embodied_rl.policies.packing import Layout, TokenSequence
+from embodied_rl.policies.packing import Layout, TokenSequence, packed_inputs
 from tests.generation.constrained import ANSWERS, STRUCTURE, masked_log_prob
 from tests.policies.language_models import WINDOW, alone, load, make_model, random_sequences, tiny
 

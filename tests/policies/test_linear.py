@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.policies import linear
-from embodied_rl.policies.linear import WORTH_IT, Linear
+from embodied_rl.policies import tiny_vla as linear
+from embodied_rl.policies.tiny_vla import WORTH_IT, Linear
 
 
 def layers(inputs: int, outputs: int) -> tuple[Linear, nn.Linear]:

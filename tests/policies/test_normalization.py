@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from embodied_rl.policies.normalization import RunningNorm
+from embodied_rl.policies.actor_critic import RunningNorm
 
 
 def test_statistics_are_those_of_all_rows_together() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.policies.packed_attention import by_sequence, packed_inputs
+from embodied_rl.policies.packing import by_sequence, packed_inputs
 
 LENGTHS = [5, 1, 9, 2]
 HEADS, GROUPS, WIDTH = 4, 2, 8

@@ -84,7 +84,7 @@ class OFTConfig:
 
     @property
     def parts(self) -> str:
-        """The modules that OpenVLA lacks, in words."""
+        """Names of the modules that OpenVLA lacks, for messages."""
         parts = {"the action head": self.head == "l1", "the robot state's projector": self.proprio_dim is not None, "FiLM": self.film}
         return " and ".join(name for name, present in parts.items() if present)
 

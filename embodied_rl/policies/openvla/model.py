@@ -6,8 +6,9 @@ action tokens, V action tokens of the vocabulary (256), D width of the language 
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, from_extra
+from embodied_rl.files import write_atomic
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
-from embodied_rl.policies.model_folder import load_state, read_safetensors, save_state
-from embodied_rl.policies.openvla.checkpoint import load_weights, save_weights
+from embodied_rl.policies.model_folder import check_names, load_state, names_of, read_safetensors, save_state, weight_files
 from embodied_rl.policies.openvla.config import OFT_KEY, OFTConfig, OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.vision import Layers, Projector, VisionBackbone
 
@@ -31,6 +32,7 @@ EMPTY_TOKEN = 29871
 """Token of the lone space between "Out:" and the first action token, as Llama's tokenizer wrote it in training."""
 STOP_TOKEN = 2
 MAX_SHARD_BYTES = 5 * 10**9
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = "oft_modules.safetensors"
 """File with OpenVLA-OFT's action head, robot state projector and FiLM, which the original keeps in separate files."""
 
@@ -117,7 +119,7 @@ class VisionLanguageModel(nn.Module):
         with torch.device("meta"):
             model = cls(config, oft or config.noted_oft(directory))
         extra = model.own_names()
-        load_weights(model, directory, dtype=dtype, device=device, optional=extra)
+        _load_weights(model, directory, dtype=dtype, device=device, optional=extra)
         # Rotary frequencies are not in a checkpoint, and those of the meta device are empty.
         llama = model.language_model.model
         llama.rotary_emb = type(llama.rotary_emb)(llama.config).to(device)
@@ -133,7 +135,7 @@ class VisionLanguageModel(nn.Module):
             save_state(parts, Path(directory) / PARTS)
         state = {name: tensor for name, tensor in self.state_dict().items() if name not in own}
         config = self.config.to_json() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
-        save_weights(state, config if self.oft is None else config | {OFT_KEY: asdict(self.oft)}, Path(directory), max_shard_bytes)
+        _save_weights(state, config if self.oft is None else config | {OFT_KEY: asdict(self.oft)}, Path(directory), max_shard_bytes)
 
     def own_names(self) -> set[str]:
         """Parameters that OpenVLA itself does not have."""
@@ -314,3 +316,51 @@ def attention_mask(mask: Tensor, *, causal: bool) -> Tensor:
     if not causal:
         return seen
     return seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+
+
+# ---- `config.json` and safetensors, in one file or several with an index; published ones load, and the original's code reads ours -------
+
+
+def _load_weights(
+    model: nn.Module,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    optional: Collection[str] = (),
+) -> None:
+    """Fill a model on the meta device, shard by shard: memory contains at most the model and one tensor.
+    `optional`: names that the main files need not contain (they have separate files).
+    Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape."""
+    wanted = model.state_dict()
+    found: set[str] = set()
+    for path in weight_files(directory, "model"):
+        state = read_safetensors(path, dtype=dtype, device=device)
+        check_names(directory, wanted, state)
+        found |= state.keys()
+        model.load_state_dict(state, strict=False, assign=True)
+    missing = [name for name in wanted if name not in found and name not in optional]
+    if missing:
+        raise UserError(f"The checkpoint in '{directory}' lacks {names_of(missing)}. Is it complete, and OpenVLA's?")
+
+
+def _save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], directory: Path, max_shard_bytes: int) -> None:
+    """Write `config.json` and the weights, in one file or in shards of at most `max_shard_bytes`.
+
+    Files are written under temporary names and renamed, the index last. Weights left from an earlier save are removed.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards  # a dependency of transformers
+
+    split = split_torch_state_dict_into_shards(dict(state), max_shard_size=max_shard_bytes)
+    for name, keys in split.filename_to_tensors.items():
+        save_state({key: state[key] for key in keys}, directory / name)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        write_atomic(directory / INDEX, json.dumps(index, indent=2))
+    else:
+        (directory / INDEX).unlink(missing_ok=True)
+    for stale in {*directory.glob("model-?????-of-?????.safetensors"), directory / SINGLE} - {
+        directory / name for name in split.filename_to_tensors
+    }:
+        stale.unlink(missing_ok=True)
+    write_atomic(directory / "config.json", json.dumps(config, indent=2, sort_keys=True))

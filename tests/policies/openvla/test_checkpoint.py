@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from embodied_rl.errors import UserError
 from embodied_rl.policies.model_folder import read_safetensors
-from embodied_rl.policies.openvla.checkpoint import INDEX, SINGLE
 from embodied_rl.policies.openvla.config import VIT_KEY, OpenVLAConfig
-from embodied_rl.policies.openvla.model import OpenVLA
+from embodied_rl.policies.openvla.model import INDEX, SINGLE, OpenVLA
 from embodied_rl.policies.openvla.oft import OpenVLAOFT
 from tests.policies.openvla.conftest import HEAD, VISION, whole_state
 
