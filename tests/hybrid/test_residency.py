@@ -23,7 +23,6 @@ from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.optimizer import Optimizer
 from embodied_rl.methods.base import Method
-from embodied_rl.sim.simulators import Simulators as AnySimulators
 from embodied_rl.trainer import Trainer
 from tests.learning.samples import CONFIG, make_batch, make_policy, parameters, rollout_learner, update
 from tests.policies.language_models import load, tiny
@@ -41,7 +40,7 @@ class Trains(Method):
         return [self._learner]
 
 
-class Simulators(AnySimulators):
+class Simulators:
     """Counts what `EnvManager` would be asked for."""
 
     def __init__(self) -> None:
