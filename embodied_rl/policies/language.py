@@ -290,10 +290,7 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
     if weights:
         model_folder.check_model_folder(Path(config.folder))
     model_folder.check_tokenizer(Path(config.folder))  # before reading gigabytes
-    if weights:
-        model = model_folder.load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
-    else:
-        model = model_folder.empty_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
+    model = model_folder.load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device, weights=weights)
     tokenizer = ChatTokenizer.read(config.folder)
     described = base_of(model).config
     vision = VisionInputs.read(config.folder, described) if model_folder.is_vision_language(described) else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -86,7 +85,15 @@ def check_tokenizer(folder: Path) -> None:
         )
 
 
-def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: str = "auto",
+    attention: str = "sdpa",
+    device: str | torch.device = "cpu",
+    weights: bool = True,
+    kind: str | None = None,
+) -> nn.Module:
     """Load the causal language model or vision-language model of a folder, in evaluation mode with every dropout at 0.
 
     With dropout, the trained policy would differ from the one that sampled.
@@ -94,65 +101,52 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
     Args:
         dtype: "auto" (as stored) or a torch dtype's name.
         attention: transformers' ``attn_implementation``.
+        weights: False makes the model of config.json with random weights; the folder then needs none.
+        kind: transformers' class of the model; None: by its configuration.
 
     Raises MissingExtraError; UserError: see `check_model_folder`; also an unknown kind of model, or missing weights.
     """
     folder = Path(folder)
-    failure = f"Cannot load the {check_model_folder(folder)['model_type']} model in '{folder}'"
-    with _model_kind(folder, attention, failure) as (config, auto):
-        model, report = auto.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype if dtype == "auto" else torch_dtype(dtype),
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    _check_report(folder, report)
-    return _ready(model, device)
-
-
-def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
-    """Make the model of a folder's config.json with random weights; otherwise as `load_model`.
-    Raises MissingExtraError; UserError: config.json is missing or damaged, or the kind of model is unknown."""
-    folder = Path(folder)
-    failure = f"Cannot build the {read_config(folder)['model_type']} model of '{folder}'"
-    with _model_kind(folder, attention, failure) as (config, auto):
-        chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)
-        with torch.random.fork_rng(devices=[]):
-            model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = import_transformers().GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return _ready(model, device)
-
-
-@contextmanager
-def _model_kind(folder: Path, attention: str, failure: str) -> Iterator[tuple[PretrainedConfig, type[_BaseAutoModelClass]]]:
-    """Yield a folder's configuration, without dropout, and its model class; errors in the block become UserError, after `failure`."""
+    model_type = (check_model_folder(folder) if weights else read_config(folder))["model_type"]
+    failure = f"Cannot load the {model_type} model in '{folder}'"
     transformers = import_transformers()
+    report: dict[str, Iterable[Any]] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        auto = _auto_class(transformers, config)
+        auto = _auto_class(transformers, config) if kind is None else getattr(transformers, kind)
         if attention == "sdpa" and caps_attention(config):
             raise UserError(
                 f"{failure}: it caps its attention (attn_logit_softcapping), and sdpa would leave that out without a word. "
                 "Set policy.attention=eager."
             )
         _without_dropout(config)
-        yield config, auto
+        if weights:
+            model, report = auto.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype if dtype == "auto" else torch_dtype(dtype),
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        else:
+            chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)
+            with torch.random.fork_rng(devices=[]):
+                model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except UserError:
         raise
     except Exception as error:  # for a wrong config.json transformers raises anything: its own validation's errors, ZeroDivisionError, …
         raise UserError(f"{failure}: {first_line(error)}") from error
-
-
-def _ready(model: nn.Module, device: str | torch.device) -> nn.Module:
+    _check_report(folder, report)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model.to(device).eval()
+    ready: nn.Module = model.to(device).eval()
+    return ready
 
 
 def torch_dtype(name: str) -> torch.dtype:

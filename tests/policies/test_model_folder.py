@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
-from embodied_rl.policies.model_folder import empty_model, load_model, max_context
+from embodied_rl.policies.model_folder import load_model, max_context
 from embodied_rl.policies.tiny_language import END, TinyShape, make_tiny_model, train_tokenizer
 from tests.policies.language_models import TEXTS, tiny
 
@@ -38,7 +39,7 @@ def test_missing_folder_and_files(folder: Path, tmp_path: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize("make", [load_model, empty_model])
+@pytest.mark.parametrize("make", [load_model, partial(load_model, weights=False)])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

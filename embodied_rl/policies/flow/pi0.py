@@ -30,12 +30,12 @@ from embodied_rl.policies.base import (
     numpy_of,
     vector_of,
 )
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.model_folder import (
     check_model_folder,
     check_tokenizer,
-    first_line,
-    import_transformers,
+    load_model,
     load_state,
     read_safetensors,
     save_state,
@@ -308,17 +308,9 @@ def load_pi0_policy(
     if data["model_type"] != "pi0":
         raise UserError(f"'{folder}' holds a model of type '{data['model_type']}', not pi0.")
     check_tokenizer(folder)
-    transformers = import_transformers()
-    try:
-        pi0, report = transformers.PI0ForConditionalGeneration.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as in `model_folder.load_model`
-        raise UserError(f"Cannot load the pi0 model in '{folder}': {first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(f"'{folder}' lacks {len(missing)} of pi0's tensors, '{missing[0]}' first. Is the download complete?")
+    model = load_model(folder, dtype=str(dtype).removeprefix("torch."), kind="PI0ForConditionalGeneration")
+    pi0 = cast("PI0ForConditionalGeneration", model)
+    tokenizer = ChatTokenizer.read(folder).of_transformers
     saved = _read_statistics(folder)
     policy = PI0Policy(
         pi0,

@@ -163,9 +163,9 @@ def test_prompts_of_different_length_do_not_disturb_each_other(folder: Path) -> 
     both = {**observe(2), "instruction": np.array(TEXTS[:2], object)}
     assert "instruction" in policy.observation_keys
     noise = torch.randn(2, policy.noise_width, generator=torch.Generator().manual_seed(3))
-    together = policy.act(both, noise)
+    together = policy.act(policy.prepare(both), noise)
     for row in range(2):
-        alone = policy.act({key: part[row : row + 1] for key, part in both.items()}, noise[row : row + 1])
+        alone = policy.act(policy.prepare({key: part[row : row + 1] for key, part in both.items()}), noise[row : row + 1])
         torch.testing.assert_close(together.action[row : row + 1], alone.action, atol=1e-4, rtol=0)
         torch.testing.assert_close(together.log_prob[row : row + 1], alone.log_prob, atol=1e-3, rtol=0)
 
