@@ -538,8 +538,8 @@ class CheckpointWriter:
 
         def write() -> None:
             try:
-                move = None if described is None else lambda folder: _move_files(described, folder)
-                save_checkpoint(self.run_dir, step, policy=copied[0], learner=copied[1], describe=move, **content)
+                copy = None if described is None else partial(shutil.copytree, described, dirs_exist_ok=True)
+                save_checkpoint(self.run_dir, step, policy=copied[0], learner=copied[1], describe=copy, **content)
             except BaseException as error:  # `wait` raises it, in the thread that asked
                 self._failure.append(error)
             finally:
@@ -570,11 +570,6 @@ class CheckpointWriter:
             self._thread = None
         if self._failure:
             raise self._failure.pop()
-
-
-def _move_files(source: Path, target: Path) -> None:
-    for path in source.iterdir():
-        path.rename(target / path.name)
 
 
 # ---- whether a checkpoint, or one domain's part of it, fits a simulator and a policy ----------------------------------

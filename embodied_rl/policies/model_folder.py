@@ -44,13 +44,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"'{folder}' has no config.json, so it is not a Hugging Face model folder.")
-    try:
-        config = parse_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"Cannot read '{path}': {error}.") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_json(path)
+    if not isinstance(config.get("model_type"), str):
         raise UserError(f"'{path}' names no model_type, so transformers cannot identify the model.")
     return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError if the file is missing or contains anything else."""
+    try:
+        data = parse_json(read_regular(path))
+    except OSError as error:
+        raise UserError(f"Cannot read '{path}': {error.strerror or error}. A checkpoint folder needs it.") from error
+    except ValueError as error:
+        raise UserError(f"'{path}' is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise UserError(f"'{path}' must hold a JSON object, got {type(data).__name__}.")
+    return data
 
 
 def weight_files(folder: Path, prefix: str) -> list[Path]:

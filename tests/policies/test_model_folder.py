@@ -60,7 +60,7 @@ def test_wrong_values_of_a_config_are_one_line(folder: Path, make: Any, changes:
 
 def test_damaged_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="Cannot read"):
+    with pytest.raises(UserError, match="is not JSON"):
         load_model(folder)
     (folder / "config.json").write_text('{"a":' * 100_000)
     with pytest.raises(UserError, match="nested too deeply"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known, shown
-from embodied_rl.reading import parse_json, read_regular
+from embodied_rl.policies.model_folder import read_json
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -227,19 +227,6 @@ def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] |
             raise UserError(f"{place} lacks {', '.join(missing)}.")
     first, second = given
     return ViTShape(**first), ViTShape(**second)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError if the file is missing or contains anything else."""
-    try:
-        data = parse_json(read_regular(path))
-    except OSError as error:
-        raise UserError(f"Cannot read '{path}': {error.strerror or error}. A checkpoint folder needs it.") from error
-    except ValueError as error:
-        raise UserError(f"'{path}' is not JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise UserError(f"'{path}' must hold a JSON object, got {type(data).__name__}.")
-    return data
 
 
 def _vision(raw: Mapping[str, Any], directory: Path) -> tuple[ViTShape, ViTShape]:

@@ -20,7 +20,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean, require_known
-from embodied_rl.policies.openvla.config import OpenVLAConfig, ResizeStrategy, read_json
+from embodied_rl.policies.model_folder import read_json
+from embodied_rl.policies.openvla.config import OpenVLAConfig, ResizeStrategy
 from embodied_rl.policies.openvla.model import BOS_TOKEN, EMPTY_TOKEN
 
 # ---- statistics of a data set -----------------------------------------------------------------------------------------
