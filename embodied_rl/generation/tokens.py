@@ -7,6 +7,7 @@ tokens of a prompt, n sampled tokens.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import sys
 import threading
@@ -192,18 +193,9 @@ class Completion:
 
     def first(self, count: int, finish_reason: FinishReason) -> Completion:
         """Copy with the first `count` tokens and another end, which is neither failure nor length."""
-        top_ids, top_log_prob = (None if found is None else found[:count] for found in (self.top_ids, self.top_log_prob))
-        return replace(
-            self,
-            token_ids=self.token_ids[:count],
-            log_prob=self.log_prob[:count],
-            sampling_log_prob=self.sampling_log_prob[:count],
-            version=self.version[:count],
-            finish_reason=finish_reason,
-            limit=None,
-            top_ids=top_ids,
-            top_log_prob=top_log_prob,
-        )
+        of_tokens = ("token_ids", "log_prob", "sampling_log_prob", "version", "top_ids", "top_log_prob")
+        kept = {name: vars(self)[name][:count] for name in of_tokens if vars(self)[name] is not None}
+        return replace(self, **kept, finish_reason=finish_reason, limit=None)
 
 
 class TokenCache(ABC):  # noqa: B024  # every method has a default
@@ -337,6 +329,13 @@ class Growing:
     sampling_log_prob: list[float] = field(init=False, default_factory=list)
     version: list[int] = field(init=False, default_factory=list)
     top: list[list[tuple[int, float]]] = field(init=False, default_factory=list)
+
+    def add(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> None:
+        """Append a sampled token."""
+        self.token_ids.append(token)
+        self.log_prob.append(log_prob)
+        self.sampling_log_prob.append(sampling_log_prob)
+        self.version.append(version)
 
     def completion(self, reason: FinishReason, failure: Failure | None = None) -> Completion:
         limit = self.room.limit if reason == "length" else None
@@ -528,58 +527,40 @@ class Stepwise(TokenBackend):
 # ---- one backend for several callers ----------------------------------------------------------------------------------
 
 
-class SharedTokens:
-    """A backend that several callers in one thread use through `view`s."""
-
-    def __init__(self, backend: TokenBackend) -> None:
-        self.backend = backend
-        self._owners: dict[int, tuple[TokenView, int]] = {}
-        self._next_id = 0
-
-    def view(self) -> TokenView:
-        """Create a `TokenView` for another caller."""
-        return TokenView(self)
-
-    def submit(self, view: TokenView, requests: Sequence[GenerationRequest]) -> dict[int, int]:
-        """Submit a view's requests; return {the view's request id: the backend's}."""
-        numbers = {request.request_id: self._next_id + index for index, request in enumerate(requests)}
-        self._next_id += len(requests)
-        self.backend.submit([replace(request, request_id=numbers[request.request_id]) for request in requests])
-        self._owners |= {number: (view, own) for own, number in numbers.items()}
-        return numbers
-
-    def poll(self, timeout_s: float | None) -> None:
-        """Poll the backend until any completion is ready, and pass each to the view that submitted it."""
-        for completion in self.backend.poll(min_ready=1, timeout_s=timeout_s):
-            view, own = self._owners.pop(completion.request_id)
-            view.take(replace(completion, request_id=own))
-
-
 class TokenView(TokenBackend):
-    """One caller's view of a shared backend. Implements `TokenBackend`."""
+    """One caller's view of a backend that several callers in one thread use. Implements `TokenBackend`."""
 
-    def __init__(self, shared: SharedTokens) -> None:
-        self._shared = shared
+    def __init__(self, backend: TokenBackend, other: TokenView | None = None) -> None:
+        """`other`: another view of the same backend; None: this is the first."""
+        self._backend = backend
+        self._owners: dict[int, tuple[TokenView, int]] = {} if other is None else other._owners
+        """{the backend's request id: its view, and the id there}, of all views."""
+        self._next_id = itertools.count() if other is None else other._next_id
         self._numbers: dict[int, int] = {}
         self._ready: list[Completion] = []
 
     @property
     def version(self) -> int:
-        return self._shared.backend.version
+        return self._backend.version
 
     @property
     def can_constrain(self) -> bool:
-        return self._shared.backend.can_constrain
-
-    def take(self, completion: Completion) -> None:
-        """Accept the completion of one of this view's requests."""
-        del self._numbers[completion.request_id]
-        self._ready.append(completion)
+        return self._backend.can_constrain
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if requests:
             check_new_ids(requests, self._numbers)
-            self._numbers |= self._shared.submit(self, requests)
+            numbers = {request.request_id: next(self._next_id) for request in requests}
+            self._backend.submit([replace(request, request_id=numbers[request.request_id]) for request in requests])
+            self._numbers |= numbers
+            self._owners.update({number: (self, own) for own, number in numbers.items()})
+
+    def _take(self, timeout_s: float | None) -> None:
+        """Wait until any completion is ready, and give each to the view that submitted it."""
+        for completion in self._backend.poll(min_ready=1, timeout_s=timeout_s):
+            view, own = self._owners.pop(completion.request_id)
+            del view._numbers[own]
+            view._ready.append(replace(completion, request_id=own))
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
         """See `TokenBackend.poll`; completions for other views are kept for them."""
@@ -590,7 +571,7 @@ class TokenView(TokenBackend):
             if asked and left == 0.0:
                 break
             in_flight = len(self._numbers)
-            self._shared.poll(left if len(self._ready) < min_ready else 0.0)
+            self._take(left if len(self._ready) < min_ready else 0.0)
             if asked and left is None and len(self._numbers) == in_flight and not self._ready:
                 break  # paused: a wait without a limit returns with what is ready
             asked = True
@@ -598,23 +579,23 @@ class TokenView(TokenBackend):
         return ready
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        self._shared.backend.abort([self._numbers[number] for number in request_ids if number in self._numbers])
+        self._backend.abort([self._numbers[number] for number in request_ids if number in self._numbers])
 
     def pause(self) -> None:
         """Pause the whole backend, for all views."""
-        self._shared.backend.pause()
+        self._backend.pause()
 
     def resume(self) -> None:
         """Resume the whole backend, for all views."""
-        self._shared.backend.resume()
+        self._backend.resume()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Load into the whole backend, for all views."""
-        self._shared.backend.load_weights(version, tensors)
+        self._backend.load_weights(version, tensors)
 
     def forget(self) -> None:
         """Forget ended requests in the whole backend."""
-        self._shared.backend.forget()
+        self._backend.forget()
 
     def close(self) -> None:
         """Do nothing: the backend's creator closes it."""

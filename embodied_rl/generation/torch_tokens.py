@@ -292,10 +292,7 @@ class _Row(Growing):
         if self.matcher is not None and not self.matcher.accept_token(token):
             self.is_stuck, self.shares = True, False  # no token was allowed
             return
-        self.token_ids.append(token)
-        self.log_prob.append(log_prob)
-        self.sampling_log_prob.append(sampling_log_prob)
-        self.version.append(version)
+        super().add(token, log_prob, sampling_log_prob, version)
 
     def end(self) -> FinishReason | None:
         if self.is_stuck:

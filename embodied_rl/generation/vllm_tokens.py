@@ -314,16 +314,16 @@ def _prompt(request: tokens.GenerationRequest, version: int, vision: VLLMVision 
     return {"prompt_token_ids": request.prompt_ids.tolist(), **salt}
 
 
-def _add(growing: tokens.Growing, output: CompletionOutput) -> None:
-    """Append the new tokens of a vLLM CompletionOutput; versions are the caller's."""
+def _add(growing: tokens.Growing, output: CompletionOutput, version: int) -> None:
+    """Append the new tokens of a vLLM CompletionOutput."""
+    request = growing.request
     for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
         assert found is not None, "log-probabilities were asked for"
-        growing.token_ids.append(int(token))
-        growing.log_prob.append(found[OWN_COLUMN].logprob)
-        growing.sampling_log_prob.append(0.0 if growing.request.temperature == 0 else found[SAMPLING_COLUMN].logprob)
-        if count := growing.request.top_logprobs:
+        sampling = 0.0 if request.temperature == 0 else found[SAMPLING_COLUMN].logprob
+        growing.add(int(token), found[OWN_COLUMN].logprob, sampling, version)
+        if request.top_logprobs:
             likely = [(int(name), one.logprob) for name, one in found.items() if name >= 0]
-            growing.top.append(sorted(likely, key=lambda one: -one[1])[:count])
+            growing.top.append(sorted(likely, key=lambda one: -one[1])[: request.top_logprobs])
 
 
 class VLLMTokens(tokens.Stepwise):
@@ -394,8 +394,7 @@ class VLLMTokens(tokens.Stepwise):
             if self._vision is not None:
                 self._vision.check_read(growing.request, output.prompt_token_ids)
             part = output.outputs[0]
-            _add(growing, part)
-            growing.version += [self.version] * len(part.token_ids)
+            _add(growing, part, self.version)
             if output.finished:
                 reason = _REASONS.get(part.finish_reason)
                 failure = None if reason else tokens.Failure("rejected", f"vLLM aborted the request ({part.finish_reason}); see its log.")

@@ -22,7 +22,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator, WrappedGenerator
-from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBackend, TokenCache
+from embodied_rl.generation.tokens import RandomTokens, TokenBackend, TokenCache, TokenView
 from embodied_rl.learning.devices import training_device
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
@@ -198,7 +198,7 @@ def let_play(
         UserError: as `Agent` and the backends do.
     """
     backends: dict[tuple[str, str], TokenBackend] = {}
-    shared: dict[tuple[str, str], SharedTokens] = {}
+    views: dict[tuple[str, str], TokenView] = {}
     sampled = [(stream.policy, _kind_of(stream)) for stream in streams]
     with ExitStack() as stack:
         for stream, key in zip(streams, sampled, strict=True):
@@ -221,8 +221,10 @@ def let_play(
                 if key not in backends:
                     backends[key] = acting.tokens(*key, with_backend(stream.config, key[1]))
                     stack.callback(backends[key].close)
-                    shared[key] = SharedTokens(backends[key])
-                backend = backends[key] if sampled.count(key) == 1 else shared[key].view()
+                if sampled.count(key) == 1:
+                    backend = backends[key]
+                else:
+                    backend = views[key] = TokenView(backends[key], views.get(key))
             _let_agent_play(stream, agent, backend, queue, acting)
         close = stack.pop_all().close
     return Playing(backends, close)

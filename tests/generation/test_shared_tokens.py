@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import Completion, GenerationRequest, ScriptedTokens, SharedTokens
+from embodied_rl.generation.tokens import Completion, GenerationRequest, ScriptedTokens, TokenView
 from embodied_rl.generation.torch_tokens import TorchTokens
 from tests.agents.samples import tiny_policy
 
@@ -22,8 +22,9 @@ def told(completions: list[Completion]) -> dict[int, list[int]]:
 
 
 def test_each_asker_gets_its_own_answers_under_its_own_numbers() -> None:
-    shared = SharedTokens(ScriptedTokens(lambda request: [int(request.prompt_ids[0]) + 100]))
-    one, other = shared.view(), shared.view()
+    backend = ScriptedTokens(lambda request: [int(request.prompt_ids[0]) + 100])
+    one = TokenView(backend)
+    other = TokenView(backend, one)
     one.submit([ask(0, [1]), ask(1, [2])])
     other.submit([ask(0, [3])])
     assert told(one.poll(min_ready=2)) == {0: [101], 1: [102]}
@@ -43,8 +44,9 @@ def test_what_is_sampled_does_not_depend_on_who_else_asks(tmp_path: Path) -> Non
     prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
     alone.submit([ask(number, prompt, 6) for number, prompt in enumerate(prompts)])
     wanted = told(alone.poll(min_ready=3))
-    shared = SharedTokens(TorchTokens(model, max_batch=8, seed=0))
-    one, other = shared.view(), shared.view()
+    backend = TorchTokens(model, max_batch=8, seed=0)
+    one = TokenView(backend)
+    other = TokenView(backend, one)
     one.submit([ask(0, prompts[0], 6), ask(1, prompts[1], 6)])
     other.submit([ask(2, prompts[2], 6)])
     found = told(other.poll()) | told(one.poll(min_ready=2))
@@ -54,8 +56,7 @@ def test_what_is_sampled_does_not_depend_on_who_else_asks(tmp_path: Path) -> Non
 
 
 def test_a_view_that_does_not_wait_takes_steps_until_its_answer_is_there(tmp_path: Path) -> None:
-    shared = SharedTokens(TorchTokens(tiny_policy(tmp_path).generation_model(), max_batch=8, seed=0))
-    view = shared.view()
+    view = TokenView(TorchTokens(tiny_policy(tmp_path).generation_model(), max_batch=8, seed=0))
     view.submit([ask(0, [5], 4)])
     found: list[Completion] = []
     for _ in range(20):

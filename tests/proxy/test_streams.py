@@ -45,10 +45,7 @@ class LetterByLetter(Stepwise):
         for growing in list(self._growing.values()):
             if not self.allowed.acquire(timeout=0.002):
                 return
-            growing.token_ids.append(self._tokens[len(growing.token_ids)])
-            growing.log_prob.append(0.0)
-            growing.sampling_log_prob.append(0.0)
-            growing.version.append(self.version)
+            growing.add(self._tokens[len(growing.token_ids)], 0.0, 0.0, self.version)
             if len(growing.token_ids) == len(self._tokens):
                 self._end(growing, "stop")
 
