@@ -26,7 +26,7 @@ import torch
 from tables import provenance, text_table
 from torch import Tensor
 
-from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.model import Generated, OpenVLA, VisionLanguageModel
 from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT

@@ -32,7 +32,7 @@ from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, flop_of, peaks_of, random_inp
 from embodied_rl.config import ShardingConfig
 from embodied_rl.learning.fsdp import make_mesh, shard
 from embodied_rl.learning.optimizer import Optimizer
-from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.model import OpenVLA
 from embodied_rl.policies.openvla.processor import PixelNormaliser
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies import base
-from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution, mean_of_steps
+from embodied_rl.policies.heads import ActionTokenizer, TokenDistribution, mean_of_steps
 from embodied_rl.types import SimSpec
 
 _Memory = tuple[Tensor, Tensor, Tensor]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
-from embodied_rl.policies.heads import Categorical
+from embodied_rl.policies.heads import ActionTokenizer, Categorical, TokenDistribution
 
 TOKENS = ActionTokenizer()
 

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from embodied_rl.config import FlowPolicyConfig, PolicyConfig
 from embodied_rl.config.policy import FlowOptions
 from embodied_rl.errors import UserError
-from embodied_rl.policies.action_tokens import mean_of_steps
 from embodied_rl.policies.actor_critic import ImageTrunk, RunningNorm, make_mlp
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation, image_of, numpy_of, vector_of
-from embodied_rl.policies.heads import LOG_SQRT_2PI
+from embodied_rl.policies.heads import LOG_SQRT_2PI, mean_of_steps
 from embodied_rl.types import SimSpec
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import write_atomic
-from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
+from embodied_rl.policies.heads import ActionTokenizer, TokenDistribution
 from embodied_rl.policies.model_folder import check_names, load_state, names_of, read_safetensors, save_state, weight_files
 from embodied_rl.policies.openvla.config import OFT_KEY, OFTConfig, OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.vision import Layers, Projector, VisionBackbone

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.config import OFTConfig as OFTConfig
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.model import STOP_TOKEN, Embedded, Generated, VisionLanguageModel, attention_mask, join

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean, from_extra
-from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, numpy_of
+from embodied_rl.policies.heads import TokenDistribution, mean_of_steps
 from embodied_rl.policies.model_folder import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OFTConfig, OpenVLAConfig, ViTShape, shapes_of
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.model import Embedded, Generated, OpenVLA
 from embodied_rl.policies.openvla.policy import Accelerated, _Graph

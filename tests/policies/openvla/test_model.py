@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, attention_mask
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor, range_of
