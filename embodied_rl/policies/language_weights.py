@@ -156,14 +156,18 @@ class LanguageWeights(TrainedModule):
             yield plain, value
 
     def generation_model(self) -> PreTrainedModel:
-        """Copy of the current weights as a plain transformers model with LoRA merged in, in evaluation mode, from which a torch backend
-        samples."""
+        """Copy of the current weights as a plain transformers model with LoRA merged in, from which a torch backend samples."""
+        copied = self._plain_copy()
+        nn.Module.to(copied, self.base.device)  # transformers narrows the signature
+        return copied
+
+    def _plain_copy(self) -> PreTrainedModel:
+        """`generation_model` on the host."""
         base = self.base
         # Copied too: a generator that chooses another attention would otherwise change the trained model's.
         config = copy.deepcopy(base.config)
         copied = type(base)._from_config(config, attn_implementation=config._attn_implementation, dtype=base.dtype)
         load_named_weights(copied, self.named_weights())
-        nn.Module.to(copied, base.device)  # transformers narrows the signature
         return copied.eval().requires_grad_(False)
 
     def save_model(self, folder: str | Path) -> Path:
@@ -171,7 +175,7 @@ class LanguageWeights(TrainedModule):
         one as a whole."""
 
         def write(beside: Path) -> None:
-            self.generation_model().save_pretrained(beside)
+            self._plain_copy().save_pretrained(beside)
             self.tokenizer.save(beside)
             for name in ("preprocessor_config.json", "processor_config.json"):
                 if (Path(self.config.folder) / name).is_file():
