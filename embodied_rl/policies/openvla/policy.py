@@ -145,7 +145,7 @@ class VLAPolicy(Policy):
             self.proprio_range = range_of(statistics, options.unnorm_key, "proprio", bounds=options.bounds, epsilon=epsilon)
         _check_spec(spec, options, self.num_images, self.action_range.dim, oft)
         self.model = model
-        of_steps = self.chunk_size if values == "action" else None
+        of_steps = self.chunk_size if values == "action" and oft is not None else None
         self.value_head = ValueHead(model.config.hidden_size, of_steps).to(model.device) if value_head else None
         self.normaliser = PixelNormaliser(processor.normalisation).to(model.device)
         self._decide: Accelerated[ActionOutput] = Accelerated(self._decision, options.generation)
