@@ -34,6 +34,10 @@ class MethodInfo:
     own: bool = False
     """Whether it is a user's own function, described by its signature."""
 
+    def taken(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the arrays that the function takes."""
+        return {name: arrays[name] for name in (*self.inputs, *self.optional_inputs) if name in arrays}
+
     def load(self) -> Callable[..., Any]:
         """Import the function, without applying `fixed`."""
         return load_target(self.target)

@@ -1,12 +1,10 @@
-"""Combines an advantage, a loss and what surrounds them, as a configuration says."""
+"""Options of the advantage and the loss that a configuration names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from embodied_rl.algorithms.advantage_table import AdvantageInfo, advantage_info
+from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.catalogue import MethodInfo
-from embodied_rl.algorithms.loss_table import LossInfo, loss_info
+from embodied_rl.algorithms.loss_table import loss_info
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.config.building import check_arguments
 from embodied_rl.errors import UserError, require_known
@@ -18,24 +16,10 @@ OF_ROLLOUTS = {"log_prob", "old_log_prob", "advantage"}
 """Arrays that a loss on fixed rollouts may take; old is the policy that acted, or with a correction the one at the update's start."""
 
 
-@dataclass(frozen=True)
-class Composition:
-    """The functions that a run uses. Built by `compose`."""
-
-    advantage: AdvantageInfo
-    loss: LossInfo
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage.returns_value_target
-
-
-def compose(config: AlgorithmConfig) -> Composition:
-    """Look up the functions. Raises UserError for unknown names and options; `config.rules` checks which combinations are allowed."""
-    advantage, loss = advantage_info(config.advantage), loss_info(config.loss)
-    _check_options(advantage, config.advantage_options, "algorithm.advantage_options", config)
-    _check_options(loss, config.loss_options, "algorithm.loss_options", config)
-    return Composition(advantage, loss)
+def check_methods(config: AlgorithmConfig) -> None:
+    """Raise UserError for unknown advantages, losses and options of them; `config.rules` checks which combinations are allowed."""
+    _check_options(advantage_info(config.advantage), config.advantage_options, "algorithm.advantage_options", config)
+    _check_options(loss_info(config.loss), config.loss_options, "algorithm.loss_options", config)
 
 
 def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.advantages import sum_chunks, whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
-from embodied_rl.algorithms.composition import Composition, compose, method_options
+from embodied_rl.algorithms.composition import method_options
 from embodied_rl.algorithms.grouped import group_statistics, outcome_score, rounding_of
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward, penalize_overlong
@@ -192,7 +192,6 @@ class EpisodeMethod(StepRewards):
 
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)
-        self.composition: Composition = compose(config)
         self.moments = Moments()
         self._num_even = 0
 
@@ -212,14 +211,14 @@ class EpisodeMethod(StepRewards):
         """Credit of every step.
 
         Args:
-            values: the critic's, if `composition.needs_critic`.
+            values: the critic's, if the advantage has one.
             kl: for a KL term in the reward: [B, L] `kl.divergence`, summed over the units or tokens of a step, or [B, L, K] of each
                 step of a chunk if `looks_into_chunks`.
         """
         reward, given, metrics = self._reward(batch, kl)
         counted = of_values = self._counted(batch)
         returns: Tensor | None = None
-        info = self.composition.advantage
+        info = self.advantage
         options = method_options(info, self.config.advantage_options, self.config)
         if info.layout == "time":
             advantage, returns = self._over_time(batch, reward, values, options)
@@ -227,7 +226,7 @@ class EpisodeMethod(StepRewards):
             advantage = self._from_anchors(batch, reward, self._score(batch, reward, given), options)
         else:
             arrays = self._row_arrays(batch, reward, self._score(batch, reward, given))
-            advantage = info.load()(**_wanted(info, arrays), **options)
+            advantage = info.load()(**info.taken(arrays), **options)
         of_steps = advantage.dim() == 3
         if of_steps:
             assert batch.executed is not None, "the configuration was checked"
@@ -262,11 +261,6 @@ class EpisodeMethod(StepRewards):
             warnings.warn(
                 f"In {_EVEN_UPDATES} updates in a row every advantage was 0, because {why}. Nothing was learned. {help_}", stacklevel=2
             )
-
-    @property
-    def looks_into_chunks(self) -> bool:
-        """Whether the advantage is computed from the rewards of a chunk's steps."""
-        return "executed" in self.composition.advantage.inputs
 
     def _counted(self, batch: EpisodeBatch) -> Tensor:
         """[B, L] bool: steps that are learned from and compared."""
@@ -318,7 +312,7 @@ class EpisodeMethod(StepRewards):
         if batch.executed is None or not self.looks_into_chunks:
             return reward
         steps = reward.view(batch.executed.shape)
-        of_chunks = self.composition.advantage.unit == "chunk"
+        of_chunks = self.advantage.unit == "chunk"
         return sum_chunks(reward=steps, executed=batch.executed, gamma=self.config.gamma)[0] if of_chunks else steps.sum(2)
 
     def _normalized(self, batch: EpisodeBatch, reward: Tensor, mask: Tensor) -> Tensor:
@@ -370,7 +364,7 @@ class EpisodeMethod(StepRewards):
         self, batch: EpisodeBatch, reward: Tensor, values: EpisodeValues, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Apply a time-major method to the episodes in parallel, [L, B], each ending at its last step."""
-        info = self.composition.advantage
+        info = self.advantage
         ends = _ends(batch)
         terminated, truncated = (ends & batch.terminated[:, None]).T, (ends & batch.truncated[:, None]).T
         cut = (truncated & ~terminated).nonzero()
@@ -390,7 +384,7 @@ class EpisodeMethod(StepRewards):
                 "last_value": torch.zeros(batch.shape[0]),
                 "final_value": values.final_value[cut[:, 1]].contiguous(),
             }
-        result = info.load()(**_wanted(info, arrays), **options)
+        result = info.load()(**info.taken(arrays), **options)
         if info.returns_value_target and not (isinstance(result, tuple) and len(result) == 2):
             raise UserError(f"'{info.name}' takes values and must return (advantage, returns), the critic's target.")
         if info.returns_value_target:
@@ -416,8 +410,8 @@ class EpisodeMethod(StepRewards):
             "anchor_group": anchor_groups(anchor=anchors, group=group, rows=kept, similarity=similarity),
             "mask": kept[:, None],
         }
-        info = self.composition.advantage
-        advantage: Tensor = info.load()(**_wanted(info, arrays), **options)
+        info = self.advantage
+        advantage: Tensor = info.load()(**info.taken(arrays), **options)
         _require_shape(info, advantage, (len(batch.row), 1))
         return batch.scatter(advantage if advantage.dim() == 1 else advantage[:, 0])
 
@@ -436,11 +430,6 @@ def _ends(batch: EpisodeBatch) -> Tensor:
     ends = torch.zeros(batch.shape, dtype=torch.bool)
     ends[torch.arange(batch.shape[0]), batch.mask.sum(1) - 1] = True
     return ends
-
-
-def _wanted(info: AdvantageInfo, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arrays that a method takes."""
-    return {name: arrays[name] for name in (*info.inputs, *info.optional_inputs) if name in arrays}
 
 
 def _require_shape(info: AdvantageInfo, advantage: Tensor, shape: tuple[int, int]) -> None:

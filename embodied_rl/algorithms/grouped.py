@@ -93,10 +93,9 @@ def rounding_of(score: Tensor) -> float:
 
 
 @torch.no_grad()
-def outcome_score(*, reward: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[B] sum of the rewards [B, L] in the mask, added up in float64: the score of a row that is a whole episode."""
-    counted = reward.double() if mask is None else torch.where(mask, reward.double(), 0.0)
-    return counted.sum(-1).to(reward.dtype)
+def outcome_score(*, reward: Tensor) -> Tensor:
+    """[B] sum of the rewards [B, L], added up in float64: the score of a row that is a whole episode."""
+    return reward.double().sum(-1).to(reward.dtype)
 
 
 @torch.no_grad()

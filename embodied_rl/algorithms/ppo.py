@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, whiten
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import method_options
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread, unit_steps
-from embodied_rl.config import AlgorithmConfig, CorrectionConfig
+from embodied_rl.config import CorrectionConfig
 from embodied_rl.config.algorithm import RewardConfig
 from embodied_rl.errors import UserError
 from embodied_rl.types import Rollout
@@ -37,10 +36,6 @@ class RolloutValues:
 
 class PPO(StepRewards):
     """Proximal policy optimisation (Schulman et al. 2017): prepares a rollout for the learner."""
-
-    def __init__(self, config: AlgorithmConfig) -> None:
-        super().__init__(config)
-        self._advantage = advantage_info(config.advantage)
 
     def prepare(self, rollout: Rollout, values: RolloutValues, observation: dict[str, torch.Tensor], *, action_dim: int = 1) -> Batch:
         """Normalise rewards, estimate advantages, whiten them, and flatten [T, N] to [B]. Shares memory with the rollout.
@@ -88,9 +83,9 @@ class PPO(StepRewards):
         """[T, N] per decision, or [T, N, K] per step of its chunk (``gae_action``). ``gae`` treats chunks as single steps; ``gae_chunk``
         discounts by the steps that each took (`chunk_gae`)."""
         config, reward, steps = self.config, rollout.reward, None
-        options = method_options(self._advantage, config.advantage_options, config)
-        if "executed" in self._advantage.inputs and rollout.executed is not None and rollout.chunk_reward is not None:
-            if self._advantage.unit == "step":
+        options = method_options(self.advantage, config.advantage_options, config)
+        if self.looks_into_chunks and rollout.executed is not None and rollout.chunk_reward is not None:
+            if self.advantage.unit == "step":
                 steps, options["executed"] = rollout.chunk_reward, rollout.executed
             else:
                 reward, options["discount"] = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
@@ -99,16 +94,15 @@ class PPO(StepRewards):
         elif steps is not None:
             reward = steps
         arrays = {"reward": reward, "terminated": rollout.terminated, "truncated": rollout.truncated, **vars(values)}
-        if self._advantage.own:
+        if self.advantage.own:
             return self._own_estimate(arrays, options)
         estimate: Callable[..., tuple[np.ndarray, np.ndarray]] = gae if steps is None else action_gae
         return estimate(**arrays, **options)
 
     def _own_estimate(self, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Estimate with the user's own function: tensors in, (advantage, returns) [T, N] out."""
-        info, shape = self._advantage, arrays["reward"].shape
-        wanted = {name: torch.from_numpy(arrays[name]) for name in (*info.inputs, *info.optional_inputs) if name in arrays}
-        result = info.load()(**wanted, **options)
+        info, shape = self.advantage, arrays["reward"].shape
+        result = info.load()(**{name: torch.from_numpy(array) for name, array in info.taken(arrays).items()}, **options)
         if not (
             isinstance(result, tuple)
             and len(result) == 2

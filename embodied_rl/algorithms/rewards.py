@@ -131,9 +131,8 @@ def normalize_reward(
     mask: Tensor | None = None,
     others: Tensor | None = None,
     running: Moments | None = None,
-    eps: float = MIN_STD,
 ) -> Tensor:
-    """r' = (r - mu) / (sigma + eps), with mu and sigma each from nothing, the batch, the row's group or a running record.
+    """r' = (r - mu) / (sigma + 1e-6), with mu and sigma each from nothing, the batch, the row's group or a running record.
 
     As in ROLL (Wang et al. 2025, arXiv:2506.06122). sigma is unbiased. If a sigma is required and there is none (fewer than two
     rows, or sigma <= 1e-6), the result is exactly 0. Statistics are float64.
@@ -169,7 +168,7 @@ def normalize_reward(
     centred = values - sources[mean][0]
     if std != "none":
         spread = torch.as_tensor(sources[std][1], dtype=torch.float64, device=values.device)
-        centred = torch.where(spread > MIN_STD, centred / (spread + eps), torch.zeros_like(centred))
+        centred = torch.where(spread > MIN_STD, centred / (spread + MIN_STD), torch.zeros_like(centred))
     return torch.where(given, centred, torch.zeros_like(centred)).to(reward.dtype)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.rewards import ReturnNormalizer, clip_reward, kl_in_reward
 from embodied_rl.config import AlgorithmConfig, KlConfig
@@ -69,9 +70,14 @@ class StepRewards:
     `algorithm.normalize_reward` configure them, with state across updates."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+        self.config, self.advantage = config, advantage_info(config.advantage)
         self.kl = KlTerm(config.kl)
         self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
+
+    @property
+    def looks_into_chunks(self) -> bool:
+        """Whether the advantage is computed from the rewards of a chunk's steps."""
+        return "executed" in self.advantage.inputs
 
     def scaled(self, reward: Tensor, mask: Tensor | None) -> Tensor:
         """Clip, then scale rewards; `mask`: entries that count, None: all."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from embodied_rl.algorithms.advantage_table import AdvantageInfo
-from embodied_rl.algorithms.composition import OF_ROLLOUTS, compose
-from embodied_rl.algorithms.loss_table import LossInfo
+from embodied_rl.algorithms.advantage_table import AdvantageInfo, advantage_info
+from embodied_rl.algorithms.composition import OF_ROLLOUTS
+from embodied_rl.algorithms.loss_table import LossInfo, loss_info
 from embodied_rl.config import policy as policies
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, RewardConfig
 from embodied_rl.config.hybrid import HybridConfig
@@ -51,11 +51,11 @@ class Run:
 
     @cached_property
     def advantage(self) -> AdvantageInfo:
-        return compose(self.algorithm).advantage
+        return advantage_info(self.algorithm.advantage)
 
     @cached_property
     def loss(self) -> LossInfo:
-        return compose(self.algorithm).loss
+        return loss_info(self.algorithm.loss)
 
     @property
     def why_episodes(self) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.algorithms.composition import compose
+from embodied_rl.algorithms.composition import check_methods
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import policy as policies
 from embodied_rl.config.agent import AgentConfig
@@ -661,7 +661,7 @@ def refuse(rules: Sequence[Rule], run: Run) -> None:
 def _find_methods(task: Run) -> None:
     """Raise UserError for an unknown advantage, loss, option, filter or user's own policy."""
     algorithm = task.algorithm
-    compose(algorithm)
+    check_methods(algorithm)
     if isinstance(task.policy, policies.CustomPolicyConfig):
         custom_class(task.policy)
     if algorithm.groups is not None:

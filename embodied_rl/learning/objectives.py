@@ -86,8 +86,7 @@ class PolicyLoss:
         config = self.config
         shared: dict[str, Any] = {"mask": terms.mask, "aggregation": self.aggregation, "denominator": numbers["entries"]}
         own = {"aggregation": TOKEN_MEAN, "denominator": numbers["decisions"]} if "decisions" in numbers else shared
-        given = {name: inputs[name] for name in (*self.info.inputs, *self.info.optional_inputs) if name in inputs}
-        loss, metrics = self.info.load()(**{**given, "log_prob": terms.log_prob}, **self._options, **shared)
+        loss, metrics = self.info.load()(**{**self.info.taken(inputs), "log_prob": terms.log_prob}, **self._options, **shared)
         entropy_part, entropy_metrics = entropy_bonus(entropy=terms.entropy, **{**own, "mask": terms.entropy_mask})
         total, metrics = loss + config.entropy_coef * entropy_part, {**metrics, **entropy_metrics}
         if terms.value is not None:

@@ -152,7 +152,7 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
     if learner.has_reference:
         reference = learner.token_log_probs(tokens.sequences, of_reference=True)
     final = torch.zeros(turns.shape[0])
-    if algorithm.composition.needs_critic:
+    if algorithm.advantage.returns_value_target:
         # A copy of the prompt's last token stands for an answer that was not sampled; the value before it is that of the cut-off state.
         after = {number: one.next_prompt for number, one in enumerate(agent_episodes(groups)) if one.next_prompt is not None}
         ends = [TokenSequence.of(token_ids, token_ids[-1:], images) for token_ids, images in after.values()]

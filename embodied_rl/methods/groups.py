@@ -71,7 +71,7 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: Epis
     present = learner.log_probs(ready, action) if learner.needs_present else None
     reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
-    if algorithm.composition.needs_critic:
+    if algorithm.advantage.returns_value_target:
         flat, final = learner.values(ready), learner.values(batch.final_observation)
         first = final if final.ndim == 1 else final[:, 0].copy()  # a value per step of a chunk: the next state's is the first
         values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(first))

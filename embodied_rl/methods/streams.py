@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
-from embodied_rl.algorithms.composition import compose
+from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import PlayerConfig, TrainConfig
 from embodied_rl.config.policy import draws_tokens
@@ -278,7 +278,7 @@ def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WH
 
     filters = [only_trained(apply) for apply in build_filters(groups.filters)]
     mixture = DomainMixture(queue_weights(own, shares))
-    greedy = {stream.name for stream in streams if "greedy_baseline" in compose(stream.config.algorithm).advantage.needs}
+    greedy = {stream.name for stream in streams if "greedy_baseline" in advantage_info(stream.config.algorithm.advantage).needs}
     return GroupQueue(groups, seed=config.seed, domains=mixture, filters=filters, greedy=greedy, share=share)
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from embodied_rl.algorithms.composition import compose, method_options
+from embodied_rl.algorithms.advantage_table import advantage_info
+from embodied_rl.algorithms.composition import check_methods, method_options
+from embodied_rl.algorithms.loss_table import loss_info
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, group_names
 from embodied_rl.errors import UserError
@@ -17,9 +19,9 @@ GRPO = AlgorithmConfig(advantage="grpo", groups=GroupsConfig())
 @pytest.mark.parametrize("name", group_names("algorithm"))
 def test_every_algorithm_file_makes_sense(name: str) -> None:
     config = load_train_config(["sim=cartpole", f"algorithm={name}"])
-    composition = compose(config.algorithm)
+    check_methods(config.algorithm)
     assert config.algorithm.name == name
-    assert composition.needs_critic == (composition.advantage.name == "gae")
+    assert advantage_info(config.algorithm.advantage).returns_value_target == (config.algorithm.advantage == "gae")
 
 
 @pytest.mark.parametrize(
@@ -41,14 +43,13 @@ def test_every_algorithm_file_makes_sense(name: str) -> None:
 )
 def test_options_that_do_not_exist_or_do_not_fit(config: AlgorithmConfig, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        compose(config)
+        check_methods(config)
 
 
 def test_options_come_from_the_configuration_and_the_user() -> None:
     config = replace(GRPO, advantage_options={"alone": "zero"}, clip_high=0.28)
-    composition = compose(config)
-    assert method_options(composition.advantage, config.advantage_options, config) == {"alone": "zero", "std": True}
-    assert method_options(composition.loss, config.loss_options, config) == {"clip_low": 0.2, "clip_high": 0.28}
+    assert method_options(advantage_info(config.advantage), config.advantage_options, config) == {"alone": "zero", "std": True}
+    assert method_options(loss_info(config.loss), config.loss_options, config) == {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def test_decoupled_ppo_is_short_for_a_correction() -> None:
