@@ -162,23 +162,21 @@ def accumulate(module: nn.Module, losses: Sequence[Callable[[], Tensor]], inputs
 
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[Tensor]) -> float:
-    """Euclidean norm of all gradients, over the parts of all ranks; the same on every rank. Summed in float64."""
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale gradients down to a global norm of `max_norm`; return the Euclidean norm before, over the parts of all ranks, summed in float64
+    (the same rule as torch's on one rank)."""
+    held = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     sums: dict[tuple[int, ...], Tensor] = {}
     meshes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
+    for gradient in held:
         groups: list[dist.ProcessGroup] = []
         if is_cut(gradient):
             from torch.distributed.tensor import Replicate
 
             mesh, placements = gradient.device_mesh, gradient.placements
             groups = [mesh.get_group(dim) for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-            gradient = gradient.to_local()
         key = tuple(id(group) for group in groups)
-        total = gradient.double().square().sum()
+        total = local_part(gradient).double().square().sum()
         sums[key] = sums[key] + total if key in sums else total
         meshes[key] = groups
     squared = 0.0
@@ -187,19 +185,10 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> float:
             total = _on_group_device(total, group)
             dist.all_reduce(total, group=group)
         squared += float(total)
-    return math.sqrt(squared) if squared >= 0 else math.nan
-
-
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Scale gradients down to a global norm of `max_norm`; return the norm before (the same rule as torch's on one rank)."""
-    listed = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = global_grad_norm(listed)
-    scale = min(max_norm / (norm + 1e-6), 1.0)
+    norm = math.sqrt(squared) if squared >= 0 else math.nan
     if math.isfinite(norm):
-        for parameter in listed:
-            gradient = parameter.grad
-            assert gradient is not None
-            local_part(gradient).mul_(scale)
+        for gradient in held:
+            local_part(gradient).mul_(min(max_norm / (norm + 1e-6), 1.0))
     return norm
 
 

@@ -468,7 +468,8 @@ def _learner(
     configs = {stream.domain: stream.config for stream in own}
     # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
     of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
-    of_update = of_update if name == divided else _whole(of_update)
+    if name != divided:
+        of_update = dataclasses.replace(of_update, hybrid=dataclasses.replace(of_update.hybrid, sharding=None))
     if not isinstance(policy, LanguagePolicy):
         if of_update.algorithm.on_policy:
             learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
@@ -484,11 +485,6 @@ def _learner(
         wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
         learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
     return learner
-
-
-def _whole(config: TrainConfig) -> TrainConfig:
-    """The configuration of a policy that trains in this process."""
-    return dataclasses.replace(config, hybrid=dataclasses.replace(config.hybrid, sharding=None))
 
 
 def _policies(

@@ -17,7 +17,7 @@ from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, split_epis
 from embodied_rl.errors import UserError
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
-from embodied_rl.learning.learner import Learner, make_learner, scheduled
+from embodied_rl.learning.learner import make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CloningObjective, step_rows
 from embodied_rl.methods.demonstrations import Demonstrations
@@ -44,8 +44,6 @@ class ClonedSteps(StoredSteps):
     """Steps to imitate: recorded ones and, for DAgger, the expert's answers in states that the policy reached."""
 
     recorded: EpisodeDataset
-    validation: EpisodeDataset | None = None
-    """Dataset of the recorded episodes that are not trained on."""
 
     def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
         super().__init__(stream, policy, run_dir)
@@ -102,12 +100,6 @@ class ClonedSteps(StoredSteps):
         first = epoch * -(-number // length)
         return itertools.islice(itertools.chain.from_iterable(self.epoch(one, size) for one in itertools.count(first)), number)
 
-    def validated(self, objective: CloningObjective, learner: Learner) -> dict[str, float]:
-        """Figures of the steps that are not trained on."""
-        assert self.validation is not None, "some were held back"
-        with compute_threads(learner.compute_threads):
-            return objective.validate(self.policy, self.validation.epoch(0, _VALIDATION_ROWS))
-
     def _answered(self, rows: np.ndarray) -> Transitions:
         observation = {key: part[rows] for key, part in self._observation.items()}
         nothing, action, executed = np.zeros(len(rows), np.float32), self._action[rows], None
@@ -117,10 +109,8 @@ class ClonedSteps(StoredSteps):
         return Transitions(observation, action, nothing, nothing, observation, executed)
 
     def metrics(self) -> dict[str, float]:
-        parts = [part for part in (self.recorded, self.validation) if part is not None]
-        steps = float(sum(part.num_steps for part in parts))
-        figures = {"recorded_episodes": float(sum(part.num_episodes for part in parts)), "recorded_steps": steps}
-        return {**figures, "labels": steps + len(self._action)} if self.options.dagger else figures
+        figures = super().metrics()
+        return {**figures, "labels": figures["recorded_steps"] + len(self._action)} if self.options.dagger else figures
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         if not self.options.dagger:
@@ -209,12 +199,13 @@ class CloningLearner(StoredLearner[ClonedSteps]):
 
     def _validate(self) -> dict[str, float]:
         """Figures of the episodes that are not trained on; with patience, also keep the best weights and decide whether to stop."""
-        held = {domain: steps for domain, steps in self.steps.items() if steps.validation is not None}
+        held = {domain: steps.validation for domain, steps in self.steps.items() if steps.validation is not None}
         if not held:
             return {}
         self.learner.executor.write_back()
-        found = {domain: steps.validated(self.objective, self.learner) for domain, steps in held.items()}
-        weights = [steps.weight for steps in held.values()]
+        with compute_threads(self.learner.compute_threads):
+            found = {domain: self.objective.validate(self.policy, part.epoch(0, _VALIDATION_ROWS)) for domain, part in held.items()}
+        weights = [self.steps[domain].weight for domain in held]
         figures = {name: float(np.average([own[name] for own in found.values()], weights=weights)) for name in found[next(iter(found))]}
         if self.options.patience is not None:
             self._waited = 0 if self._keep_if_best(figures["validation_loss"]) else self._waited + 1

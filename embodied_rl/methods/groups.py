@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,14 +19,8 @@ from embodied_rl.policies.base import Policy, TensorObservation, prepare_observa
 from embodied_rl.rollout.domains import PLAYER_SIGN
 from embodied_rl.types import EpisodeGroup
 
-
-@dataclass(frozen=True)
-class PreparedEpisodes:
-    """Episodes with their credit, as rows of the learner."""
-
-    batch: EpisodeBatch
-    credit: Credit
-    rows: EpisodeRows
+Prepared = tuple[EpisodeRows, Credit]
+"""Episodes as rows of the learner, and their credit."""
 
 
 def of_domain(name: str, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
@@ -53,19 +47,19 @@ class EpisodeLearner(PlayingLearner[EpisodeMethod]):
     def observation(self, gathered: dict[str, EpisodeBatch]) -> TensorObservation:
         return together([batch.observation for batch in gathered.values()]) if self.moves_statistics else {}
 
-    def prepare(self, gathered: dict[str, EpisodeBatch]) -> dict[str, PreparedEpisodes]:
+    def prepare(self, gathered: dict[str, EpisodeBatch]) -> dict[str, Prepared]:
         return {name: prepare_episodes(self.methods[name], self.learner, self._objective, batch) for name, batch in gathered.items()}
 
-    def update(self, prepared: dict[str, PreparedEpisodes], *, iteration: int, progress: float) -> dict[str, float]:
-        rows = EpisodeRows.joined([part.rows for part in prepared.values()])
+    def update(self, prepared: dict[str, Prepared], *, iteration: int, progress: float) -> dict[str, float]:
+        rows = EpisodeRows.joined([own for own, _ in prepared.values()])
         if iteration < self.config.algorithm.critic_warmup:
             rows = replace(rows, inputs={**rows.inputs, "advantage": torch.zeros_like(rows.inputs["advantage"])})
         episodes = rows.episodes_of(self.config.algorithm.minibatch_size)
         stats = self.learn(rows, episodes, iteration, progress, int(rows.inputs["decisions"].sum()))
-        return {**stats, **of_domains({name: (int(part.credit.mask.sum()), part.credit.metrics) for name, part in prepared.items()})}
+        return {**stats, **of_domains({name: (int(credit.mask.sum()), credit.metrics) for name, (_, credit) in prepared.items()})}
 
 
-def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> PreparedEpisodes:
+def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> Prepared:
     """Credit of every step, from the learner's policy before the update; `objective`: the learner's."""
     ready, action = batch.observation, batch.action
     present = learner.log_probs(ready, action) if learner.needs_present else None
@@ -82,4 +76,4 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: Epis
         sampled = {name: rows.inputs[name] for name in ("behaviour_log_prob", "mask", "chunk_id")}
         advantage, figures = algorithm.corrected(rows.inputs["advantage"], rows.inputs["old_log_prob"], **sampled)
         rows, credit = replace(rows, inputs={**rows.inputs, "advantage": advantage}), replace(credit, metrics=credit.metrics | figures)
-    return PreparedEpisodes(batch, credit, rows)
+    return rows, credit

@@ -89,9 +89,7 @@ class CriticSteps(StoredSteps):
         return drawn if normalizer is None else dataclasses.replace(drawn, reward=normalizer.divided(drawn.reward))
 
     def metrics(self) -> dict[str, float]:
-        read, figures = self.recorded, {}
-        if read is not None:
-            figures = {"recorded_episodes": float(read.num_episodes), "recorded_steps": float(read.num_steps)}
+        figures = super().metrics()
         return {**figures, "fresh_steps": float(len(self.buffer))} if self.options.fresh else figures
 
     def state_arrays(self) -> dict[str, np.ndarray]:
@@ -123,7 +121,9 @@ class CriticLearner(StoredLearner[CriticSteps]):
         super().__init__(config, policy, {stream.domain: CriticSteps(stream, policy, run_dir) for stream in streams})
         self.options, self.networks = options, ActorWithCritics(policy, options)
         self._objectives = {
-            kind: kind(self.networks, config.algorithm) for with_policy in (True, False) for kind in self._steps(with_policy)
+            kind: kind(self.networks, config.algorithm)
+            for with_policy in (True, False)
+            for kind in steps_of(options, with_policy=with_policy)
         }
         learn = self._objectives[CriticsObjective]
         self.learner = make_learner(learn, self.networks, config.algorithm, config.hybrid, one_thread=True, ranks=ranks)
@@ -168,9 +168,6 @@ class CriticLearner(StoredLearner[CriticSteps]):
         taken = [self._step(rate, only_critics=iteration < self.config.algorithm.critic_warmup) for _ in range(prepared)]
         return {**mean_figures(taken), "learning_rate": rate, "updates": float(self._updates)}
 
-    def _steps(self, with_policy: bool) -> tuple[type[CriticsObjective], ...]:
-        return steps_of(self.options, with_policy=with_policy)
-
     def _step(self, rate: float, *, only_critics: bool) -> Figures:
         """Step the critics and the state value, the policy every `policy_every` updates unless `only_critics`, and the targets."""
         rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
@@ -179,7 +176,7 @@ class CriticLearner(StoredLearner[CriticSteps]):
         drawn = [self.steps[domain].sample(self._updates, size) for domain, size in wanted.items() if size]
         rows = transition_rows(self.networks, Transitions.concatenate(drawn), rng, with_policy=with_policy)
         self._updates += 1
-        return self.learner.step(rows, rate, [self._objectives[kind] for kind in self._steps(with_policy)])
+        return self.learner.step(rows, rate, [self._objectives[kind] for kind in steps_of(self.options, with_policy=with_policy)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self._updates, **super().state_dict()}

@@ -33,6 +33,8 @@ class StoredSteps:
 
     recorded: EpisodeDataset | None = None
     """Dataset of recorded steps; None: not read yet, or there are none."""
+    validation: EpisodeDataset | None = None
+    """Dataset of the recorded episodes that are not trained on."""
 
     def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
         """Open and check the given recordings. Raises UserError."""
@@ -53,7 +55,9 @@ class StoredSteps:
         """Note that all episodes begin anew."""
 
     def metrics(self) -> dict[str, float]:
-        raise NotImplementedError
+        parts = [part for part in (self.recorded, self.validation) if part is not None]
+        counts = {"recorded_episodes": sum(part.num_episodes for part in parts), "recorded_steps": sum(part.num_steps for part in parts)}
+        return {name: float(count) for name, count in counts.items()} if parts else {}
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Played steps that a resume needs; names begin as `_KEPT` says."""

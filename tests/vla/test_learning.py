@@ -222,9 +222,9 @@ def learn(learner: Learner, batch: EpisodeBatch) -> dict[str, float]:
         with torch.no_grad():
             for parameter in learner.policy.reference[0].parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    prepared = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(learner.policy, config), batch)
-    size = prepared.rows.episodes_of(config.minibatch_size)
-    return learner.update(prepared.rows, minibatch_rows=size, progress=0.0, seed=[1], kl_coef=config.kl.coef)
+    rows, _ = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(learner.policy, config), batch)
+    size = rows.episodes_of(config.minibatch_size)
+    return learner.update(rows, minibatch_rows=size, progress=0.0, seed=[1], kl_coef=config.kl.coef)
 
 
 GROUPED = AlgorithmConfig(
@@ -264,7 +264,7 @@ def test_length_normalisation_divides_by_the_tokens_that_were_executed() -> None
     with torch.no_grad():
         flat = (policy.evaluate(batch.observation, batch.action).log_prob - batch.unit_log_prob).exp()
     learner = episode_learner(policy, config)
-    credit = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(policy, config), batch).credit
+    _, credit = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(policy, config), batch)
     means = []
     for row in range(6):
         own = batch.row == row
