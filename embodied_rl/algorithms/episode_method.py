@@ -22,7 +22,7 @@ from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward,
 from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import UserError
-from embodied_rl.types import Episode, EpisodeGroup
+from embodied_rl.types import EpisodeGroup
 
 _EVEN_UPDATES = 3
 """Updates in a row without any advantage after which the run warns."""
@@ -36,7 +36,6 @@ class EpisodeBatch:
     False. `scatter` converts the first form to the second.
     """
 
-    episodes: tuple[Episode, ...]
     observation: dict[str, Tensor]
     """{key: [M, ...]}"""
     final_observation: dict[str, Tensor]
@@ -130,7 +129,6 @@ class EpisodeBatch:
             return torch.tensor(list(values), dtype=torch.bool)
 
         return EpisodeBatch(
-            episodes=episodes,
             observation=observations[0],
             final_observation=observations[1],
             action=action,

@@ -81,7 +81,6 @@ class Learner:
         self.ranks = executor if isinstance(executor, RankExecutor) else None
         """The executor, if `hybrid.sharding` divides the policy; None: it is trained whole in this process."""
         self.compute_threads = compute_threads
-        self.device = executor.device
         self.has_reference = False
         """Whether the policy keeps a reference for a KL term."""
 
@@ -183,8 +182,9 @@ class Learner:
         policy, parts = self.policy.reference[0] if of_reference else self.policy, []
         with torch.no_grad(), compute_threads(self.compute_threads):
             for part in forwards({**ready, "": action}, forward_rows(self.policy, self.config)):
-                seen = {key: tensor.to(self.device) for key, tensor in part.items() if key}
-                parts.append(self.objective.evaluate(policy, seen, part[""].to(self.device)).log_prob.cpu())
+                moved = {key: tensor.to(self.executor.device) for key, tensor in part.items()}
+                action = moved.pop("")
+                parts.append(self.objective.evaluate(policy, moved, action).log_prob.cpu())
         return torch.cat(parts)
 
     def token_log_probs(self, sequences: Sequence[TokenSequence], *, of_reference: bool = False) -> Tensor:
@@ -310,7 +310,8 @@ def _fused(
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
     if rates or config.micro_batch_size is not None or objective.precision != "float32":
         return None
-    ppo = objective.of_rollouts and (config.loss, config.value_loss, config.ratio, config.horizon) == ("ppo_clip", "mse", "chunk", None)
+    wanted = ("rollouts", "ppo_clip", "mse", "chunk", None)
+    ppo = (objective.name, config.loss, config.value_loss, config.ratio, config.horizon) == wanted
     sac = objective.name == "critics" and config.off_policy is not None and config.off_policy.update == "sac"
     if not sac and (not ppo or (config.kl.coef > 0 and config.kl.place == "loss")):
         return None

@@ -141,8 +141,6 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     frees_gradients: ClassVar[bool] = False
     """Whether gradients are freed after a step instead of before the next: a language model's take as much memory as the model."""
 
-    of_rollouts: ClassVar[bool] = False
-    """Whether this is PPO's objective on rollouts, which has hand-derived gradients for small networks (`fused`)."""
     needs_present: bool = False
     """Whether the loss reads log-probabilities of the policy at the start of the update."""
 
@@ -218,7 +216,7 @@ class ActingObjective(Objective[Policy, AnyRows]):
 class RolloutObjective(ActingObjective[Batch]):
     """PPO on decisions of rollouts; `algorithm.ratio` sets the unit of a ratio."""
 
-    name, unit, rows, of_rollouts = "rollouts", "rows", Batch, True
+    name, unit, rows = "rollouts", "rows", Batch
 
     def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
         """See `Objective.begin`; whitens the advantages if the algorithm does so by minibatch."""
