@@ -219,12 +219,17 @@ def _similar_places(similarity: float) -> Callable[[int, Any], Hashable]:
     matchers: dict[int, list[SequenceMatcher[str]]] = {}
     known: dict[tuple[int, str], int] = {}
 
+    def is_similar(matcher: SequenceMatcher[str], text: str) -> bool:
+        matcher.set_seq1(text)
+        bounds = matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio  # the first two are cheap upper bounds
+        return all(ratio() >= similarity for ratio in bounds)
+
     def place(owner: int, observation: str) -> Hashable:
         # The same text finds the same cluster again: earlier clusters have not changed, and newer ones come later.
         if (owner, observation) in known:
             return known[owner, observation]
         clusters = matchers.setdefault(owner, [])
-        number = next((index for index, matcher in enumerate(clusters) if _is_similar(matcher, observation, similarity)), len(clusters))
+        number = next((index for index, matcher in enumerate(clusters) if is_similar(matcher, observation)), len(clusters))
         if number == len(clusters):
             # difflib prepares its second text, which stays, and scans the first. Its heuristic, which published code keeps, is off:
             # it ignores frequent characters of strings over 200, so that nearly equal texts can get a ratio near 0.
@@ -233,9 +238,3 @@ def _similar_places(similarity: float) -> Callable[[int, Any], Hashable]:
         return number
 
     return place
-
-
-def _is_similar(matcher: SequenceMatcher[str], text: str, similarity: float) -> bool:
-    matcher.set_seq1(text)
-    # The first two are cheap upper bounds.
-    return matcher.real_quick_ratio() >= similarity and matcher.quick_ratio() >= similarity and matcher.ratio() >= similarity

@@ -67,7 +67,9 @@ def take_step(
     else:
         accumulate_side_by_side(computed, inputs or [own for own in policy.parameters() if own.requires_grad], threads)
     norms = [optimizer.clip() for optimizer in owners]
-    sums = _added(parts)
+    sums: Metrics = {}
+    for name, value in (item for part in parts for item in part.items()):  # in the order of the parts
+        sums[name] = sums[name] + value if name in sums else value
     names = sorted(sums)
     totals = summed(torch.stack([sums[name] for name in names]))
     # One transfer for all numbers, which also shows whether this step may be taken.
@@ -99,15 +101,6 @@ def accumulate_side_by_side(losses: Sequence[Callable[[], Tensor]], parameters: 
                 continue
             # In the parameter's memory layout, which the optimizer's kernel needs.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-def _added(parts: Sequence[Metrics]) -> Metrics:
-    """Sum the metrics by name, in the order of the parts."""
-    sums: Metrics = {}
-    for part in parts:
-        for name, value in part.items():
-            sums[name] = sums[name] + value if name in sums else value
-    return sums
 
 
 def norm_name(group: str) -> str:

@@ -60,8 +60,12 @@ def make_language_policy(
     if checkpoint is not None:
         return read_language_policy(config, checkpoint / MODEL_FOLDER / place, base=base)
     if language.model is None:
-        texts = [text for agent, speaking in ((config.agent, manager), *further) for text in _texts(agent, speaking)]
-        language = dataclasses.replace(language, model=str(_make_tiny(config, language, texts, run_dir / MODEL_FOLDER / place)))
+        from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
+
+        tokenizer = word_tokenizer(text for agent, speaking in ((config.agent, manager), *further) for text in _texts(agent, speaking))
+        folder, shape = run_dir / MODEL_FOLDER / place, TinyShape(**vars(language.tiny))
+        made = make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=tokenizer)
+        language = dataclasses.replace(language, model=str(made))
     return build_language_policy(language)
 
 
@@ -158,13 +162,6 @@ def _check_texts(spec: SimSpec) -> None:
             f"policy.name=language reads and writes text, and task '{spec.task}' does not: choose a simulator that does "
             "(sim=frozenlake, sokoban, gem_sudoku, …)."
         )
-
-
-def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[str], folder: Path) -> Path:
-    from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
-
-    tokenizer = word_tokenizer(texts)
-    return make_tiny_model(folder, (), shape=TinyShape(**vars(language.tiny)), seed=config.seed, tokenizer=tokenizer)
 
 
 def _about_tools(agent: AgentConfig) -> list[str]:

@@ -44,10 +44,6 @@ _SEEDS = 2**29
 _TRIES = 4
 """Episodes that the player may play per wanted successful one."""
 
-Player = Callable[[str], str]
-"""Maps an observation's text to an action's."""
-
-
 NO_START: dict[str, Any] = {"done": True, "figures": {}}
 """State of a warm start that is not configured."""
 
@@ -133,7 +129,7 @@ def _scripted(stream: Stream, queue: GroupQueue, stack: ExitStack) -> tuple[Coll
     assert options is not None, "there is a warm start"
     assert agent is not None, "a domain of text that is played here"
     assert options.player is not None, "the configuration was checked"
-    player: Player = load_target(options.player)
+    player: Callable[[str], str] = load_target(options.player)  # an observation's text to an action's
     in_words = is_program(config.sim)  # a program reads the answer itself
 
     def script(request: GenerationRequest) -> list[int]:
