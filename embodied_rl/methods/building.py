@@ -35,7 +35,7 @@ from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner
 from embodied_rl.methods.starts import Starts, give_starts
-from embodied_rl.methods.streams import Stream, make_collector, make_queue
+from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
@@ -75,22 +75,16 @@ class RunPolicies(TrainedModule):
     def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
         """See `Policy.update_statistics`; keys are ``policy/key``."""
         for name, policy in self._named.items():
-            own = {key.removeprefix(f"{name}/"): part for key, part in observation.items() if key.startswith(f"{name}/")}
-            if own:
+            if own := of_name(name, observation):
                 policy.update_statistics(own)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """(``policy/name``, tensor) of the weights that act: of a language policy only the model, with any adapter merged."""
-        return self._by_policy(lambda policy: policy.named_weights())
+        return ((f"{name}/{key}", tensor) for name, policy in self._named.items() for key, tensor in policy.named_weights())
 
     def unmerged_weights(self, *, base: bool) -> Iterable[tuple[str, Tensor]]:
         """See `TrainedModule.unmerged_weights`; names as in `named_weights`."""
-        return self._by_policy(lambda policy: policy.unmerged_weights(base=base))
-
-    def _by_policy(self, weights: Callable[[TrainedModule], Iterable[tuple[str, Tensor]]]) -> Iterable[tuple[str, Tensor]]:
-        for name, policy in self._named.items():
-            for key, tensor in weights(policy):
-                yield f"{name}/{key}", tensor
+        return ((f"{name}/{key}", tensor) for name, policy in self._named.items() for key, tensor in policy.unmerged_weights(base=base))
 
     def save_description(self, folder: Path) -> None:
         """Write what each language policy is built from, into a checkpoint's folder ``model`` (`model_place`)."""
