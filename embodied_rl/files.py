@@ -11,7 +11,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,9 @@ def reset_mode(*paths: Path) -> None:
 def append_whole(file: FileIO, data: bytes, path: Path) -> None:
     """Append `data` to a log that is open without a buffer, so that closing does not retry a failed write.
     Raises UserError: it could not be written completely."""
-    try:
+    with writing_to(path):
         if file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -142,6 +140,15 @@ def sum_of_document(document: Mapping[str, Any], but: str) -> str:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """One-line error for a path that cannot be written."""
     return UserError(f"Cannot write '{path}': {error.strerror or error}. Choose another folder, or check permissions and free space.")
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Raise `cannot_write` in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def finite(value: object) -> Any:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.files import cannot_write, copy_files, next_free, write_atomic, write_atomic_with
+from embodied_rl.files import copy_files, next_free, write_atomic, write_atomic_with, writing_to
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
     from embodied_rl.loggers.jsonl import METRICS_FILE, history_until
 
     source = checkpoint.run_dir
-    try:
+    with writing_to(run_dir):
         if checkpoint.path.parent.name == "checkpoints":
             for name in _FOLDERS:
                 copy_files(source / name, run_dir / name)
@@ -156,8 +156,6 @@ def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
                 shutil.copy(source / _FAULTS, run_dir / _FAULTS)
             if (source / METRICS_FILE).is_file():
                 write_atomic(run_dir / METRICS_FILE, history_until(source, checkpoint.step))
-    except OSError as error:
-        raise cannot_write(run_dir, error) from error
 
 
 def announce(text: str) -> None:
@@ -213,14 +211,12 @@ def _holds_files(run_dir: Path) -> bool:
 def _claim(run_dir: Path) -> IO[bytes] | None:
     """Lock the folder for this process until the file is closed or the process ends; None if another process has it.
     Raises UserError if nothing can be written."""
-    try:
+    with writing_to(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".write_test"
         probe.touch()
         probe.unlink(missing_ok=True)
         claim = (run_dir / _LOCK).open("ab")
-    except OSError as error:
-        raise cannot_write(run_dir, error) from error
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

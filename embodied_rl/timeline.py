@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from embodied_rl.files import cannot_write, fsync
+from embodied_rl.files import cannot_write, fsync, writing_to
 
 _FLUSH_EVERY = 512
 """Events kept in memory before they are written to the file."""
@@ -102,12 +102,10 @@ class Timeline(AbstractContextManager["Timeline"]):
         self._num_events = self.num_dropped = 0
         self._separator = ""
         self._temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
-        try:
+        with writing_to(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO | None = self._temporary.open("w", encoding="utf-8")
             self._file.write(_HEAD)
-        except OSError as error:
-            raise cannot_write(path, error) from error
 
     # ---- events -----------------------------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ def test_merge_refuses_what_does_not_belong_together(native: Path, tmp_path: Pat
     elsewhere = replace(info_of(STATE), sim={**info_of(STATE).sim, "kwargs": {"control_mode": "absolute"}})
     record(tmp_path / "elsewhere", elsewhere, [make_episode(STATE, 9, 2)]).close()
     with open_recording(native) as first, open_recording(tmp_path / "narrow") as second, open_recording(tmp_path / "elsewhere") as third:
-        with pytest.raises(RecordingError, match=r"action\.high is \[1\.0, 1\.0\] there and \[1\.0, 2\.0\] here"):
+        with pytest.raises(RecordingError, match=r"action continuous\(2\) within \[-1, 1\] ≠ continuous\(2\) within \[-2, 2\]"):
             merge([first, second], tmp_path / "out")
         with pytest.raises(RecordingError, match=r"sim\.kwargs is .*delta.* in .*absolute.*ignore_sim=true merges them"):
             merge([first, third], tmp_path / "out")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, encode_row
 from embodied_rl.episodes.pictures import Frames, PictureRoom, VideoWriter
 from embodied_rl.episodes.recording import RecordingError, Value
-from embodied_rl.files import cannot_write
+from embodied_rl.files import writing_to
 
 BLOCK_BYTES = 2**16
 """Approximate size of a block of rows."""
@@ -48,12 +48,10 @@ class _Spill:
         return self._file is not None
 
     def write(self, data: bytes | memoryview) -> None:
-        try:
+        with writing_to(self._folder):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by `close`)
             self._file.write(data)
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
 
     def chunks(self, size: int) -> Iterator[bytes]:
         if self._file is not None:
@@ -222,10 +220,8 @@ class VideoBuffer:
         """Add pictures [n, H, W, 3]; a whole video in the same encoding is copied, because encoding it again would cost quality."""
         video = rows.video if isinstance(rows, Frames) else None
         if video is not None and video[1] == self.column.encoding and rows.shape[1:] == self.column.shape and self.num_rows == 0:
-            try:
+            with writing_to(self.path):
                 shutil.copyfile(video[0], self.path)
-            except OSError as error:
-                raise cannot_write(self.path, error) from error
             self.num_rows = len(rows)
             return
         for number in range(len(rows)):

@@ -31,7 +31,7 @@ import numpy as np
 from embodied_rl.episodes.pictures import PictureRoom, VideoWriter, decode_picture, encode_png
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, RecordingError, Value
 from embodied_rl.errors import brief
-from embodied_rl.files import cannot_write
+from embodied_rl.files import writing_to
 from embodied_rl.reading import parse_npy
 from embodied_rl.types import SimSpec, VariableSpec
 from embodied_rl.video import LONGEST_SIDE
@@ -313,10 +313,8 @@ class Filming:
         for column, writer in self._writers.values():
             writer.close()
             target = _film_path(self._folder, column, self._seed, self._count)
-            try:
+            with writing_to(target):
                 os.replace(writer.path, target)
-            except OSError as error:
-                raise cannot_write(target, error) from error
         self._writers.clear()
 
     def discard(self) -> None:
@@ -341,12 +339,10 @@ def keep_films(folder: Path) -> Iterator[None]:
     Raises UserError: the folder cannot be written."""
     for left in folder.parent.glob(f"{_PREFIX}*"):
         _remove_if_left(left)
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True)
         lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from embodied_rl.episodes import folder as files
 from embodied_rl.episodes.buffers import UNFINISHED, BlobBuffer, Buffer, EpisodeRows, VideoBuffer
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column
 from embodied_rl.episodes.recording import RecordingError, not_finite
-from embodied_rl.files import cannot_write, fsync, write_atomic
+from embodied_rl.files import cannot_write, fsync, write_atomic, writing_to
 
 _NEW = ".new-"
 _MAGIC = b"\x93NUMPY\x01\x00"
@@ -50,10 +50,8 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with writing_to(path):
             self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise cannot_write(path, error) from error
 
     @property
     def size(self) -> int:
@@ -179,19 +177,15 @@ class VideoFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: list[Path] = []
-        try:
+        with writing_to(path):
             path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
 
     def append(self, finished: Path, number: int) -> int:
         """Move a finished video into the folder. Returns the CRC-32 of its bytes."""
         target = self.path / files.video_name(number)
-        try:
+        with writing_to(target):
             checksum = files.file_checksum(finished)
             os.replace(finished, target)
-        except OSError as error:
-            raise cannot_write(target, error) from error
         self._written.append(target)
         return checksum
 

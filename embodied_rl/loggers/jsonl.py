@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic, write_atomic_with
+from embodied_rl.files import append_whole, next_free, write_atomic, write_atomic_with, writing_to
 from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.meanings import REWARD_PER_STEP, derived
 from embodied_rl.reading import parse_json, read_regular
@@ -24,7 +24,7 @@ class JsonlLogger(Logger):
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
         """Open the file: an existing one up to `resume_step`, or a new one, after renaming an earlier run's file to the next free name."""
         self.path = run_dir / METRICS_FILE
-        try:
+        with writing_to(self.path):
             run_dir.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 if resume_step is None:
@@ -32,8 +32,6 @@ class JsonlLogger(Logger):
                 else:
                     write_atomic(self.path, history_until(run_dir, resume_step))
             self._file = self.path.open("a+b", buffering=0)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.errors import UserError, from_extra
-from embodied_rl.files import append_whole, cannot_write, flat, next_free, write_atomic
+from embodied_rl.files import append_whole, flat, next_free, write_atomic, writing_to
 from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.meanings import with_aliases
 from embodied_rl.video import mp4_as_gif
@@ -140,11 +140,9 @@ class _EventFile:
         seconds = [int(match[1]) for path in folder.glob("*tfevents*") if (match := re.search(r"tfevents\.(\d+)\.", path.name))]
         second = max([int(time.time()), *(1 + earlier for earlier in seconds)])
         self.path = folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        try:
+        with writing_to(self.path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("xb", buffering=0)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def write(self, record: bytes) -> None:
         append_whole(self._file, record, self.path)
