@@ -28,7 +28,7 @@ from embodied_rl.sim.robots.mujoco_model import Drawing, DrawnSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
-    from mujoco import MjData
+    from mujoco import MjData, MjModel
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
@@ -513,28 +513,37 @@ def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.
     return np.max(np.linalg.norm(places - middle, axis=1)), middle, middle - env._eef_xpos
 
 
+class CompiledModels:
+    """Compiled models by their XML. A model that comes a second time in a row is kept, and then copied in an eighth of the time; a task
+    that draws object sizes writes another XML each time."""
+
+    def __init__(self) -> None:
+        self._last, self._kept = "", ("", None)
+
+    def of(self, xml: str) -> MjModel:
+        """A separate model for each caller."""
+        import mujoco
+
+        known, kept = self._kept
+        if kept is not None and known == xml:
+            return copy.copy(kept)
+        model = mujoco.MjModel.from_xml_string(xml)
+        if xml == self._last:
+            self._kept = xml, copy.copy(model)
+        self._last = xml
+        return model
+
+
 @functools.cache
 def keep_models() -> None:
-    """Let all robosuite environments of this process share compiled models by their XML.
-
-    A model that comes a second time in a row is kept, and then copied in an eighth of the time; a task that draws object sizes writes
-    another XML each time.
-    """
-    import mujoco
+    """Let all robosuite environments of this process share compiled models."""
     from robosuite.environments import base
 
-    last, kept = "", ("", None)
+    models = CompiledModels()
 
     class KeptSim(base.MjSim):  # type: ignore[misc, name-defined, unused-ignore]
         @classmethod
         def from_xml_string(cls, xml: str) -> KeptSim:
-            nonlocal last, kept
-            if kept[0] == xml:
-                return cls(copy.copy(kept[1]))
-            model = mujoco.MjModel.from_xml_string(xml)
-            if xml == last:
-                kept = xml, copy.copy(model)
-            last = xml
-            return cls(model)
+            return cls(models.of(xml))
 
     vars(base)["MjSim"] = KeptSim
