@@ -33,6 +33,20 @@ class ActedBatch:
     given: np.ndarray | None = None
     """Actions in the simulator's units, [n, A] or chunks [n, K, A], if the policy's are of another kind. None: `action`, denormalised."""
 
+    @staticmethod
+    def joined(parts: Sequence[ActedBatch]) -> ActedBatch:
+        """The rows of several batches of one version, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        given = [own.given for own in parts if own.given is not None]
+        return ActedBatch(
+            slots=np.concatenate([own.slots for own in parts]),
+            action=np.concatenate([own.action for own in parts]),
+            log_prob=np.concatenate([own.log_prob for own in parts]),
+            version=parts[0].version,
+            given=np.concatenate(given) if given else None,
+        )
+
     def rows(self, index: np.ndarray) -> ActedBatch:
         """The batch with only these rows."""
         given = None if self.given is None else self.given[index]
@@ -81,14 +95,7 @@ class Generator:
         for part in parts:
             self.send(slots[part], {key: rows[part] for key, rows in observation.items()}, noise[part])
             acted.append(self.recv())
-        given = [own.given for own in acted if own.given is not None]
-        return ActedBatch(
-            slots=np.concatenate([own.slots for own in acted]),
-            action=np.concatenate([own.action for own in acted]),
-            log_prob=np.concatenate([own.log_prob for own in acted]),
-            version=acted[0].version,
-            given=np.concatenate(given) if given else None,
-        )
+        return ActedBatch.joined(acted)
 
     def publish(self, version: int) -> None:
         """Act with the policy's present weights from now on, as `version`."""

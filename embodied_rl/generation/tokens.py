@@ -46,6 +46,9 @@ class Failure:
     status: int | None = None
     """HTTP status of the last answer; None without an answer."""
 
+    def __str__(self) -> str:
+        return f"{self.kind.replace('_', ' ')} after {self.attempts} attempt{'s' * (self.attempts != 1)}: {self.message}"
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GenerationRequest:

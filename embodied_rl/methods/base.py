@@ -35,8 +35,6 @@ class Method:
 
     collector: Collector = NOT_PLAYED
     """Collector of the method's experience; `NOT_PLAYED` until a rollout worker elsewhere sets it, or for good if nothing is played."""
-    divided: str = ""
-    """Name of the policy that ranks train, if there are several policies."""
 
     @property
     def all_learners(self) -> Sequence[Learner]:
@@ -128,10 +126,6 @@ class Method:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state that a resume needs beside tensors."""
         raise NotImplementedError
-
-    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Complete `state`, the `state_dict` of the learning half in another process, with this process's part."""
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after `load_state_tensors`."""

@@ -26,7 +26,6 @@ from embodied_rl.generation.tokens import RandomTokens, TokenBackend, TokenCache
 from embodied_rl.learning.devices import training_device
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
-from embodied_rl.methods.base import Method
 from embodied_rl.methods.cloning import CloningLearner
 from embodied_rl.methods.groups import EpisodeLearner
 from embodied_rl.methods.iteration import StreamsMethod
@@ -109,7 +108,7 @@ class RunComponents:
 
     policy: TrainedModule
     generator: Generator
-    method: Method
+    method: StreamsMethod
     languages: Mapping[str, LanguagePolicy] = dataclasses.field(default_factory=dict)
     """{name: policy} of the language policies."""
 
@@ -384,6 +383,7 @@ def build_run(
     languages: Mapping[str, LanguagePolicy] = MappingProxyType({}),
     ranks: RankHost | None = None,
     starts: Starts | None = None,
+    kind: type[StreamsMethod] = StreamsMethod,
 ) -> RunComponents:
     """Build what learns from streams, and with `here` what plays them; otherwise another process plays, and the connection to it sets the
     method's `collector`.
@@ -394,6 +394,7 @@ def build_run(
         generator: publishes to the process that plays; None: another process runs warm starts and publishes.
         languages: language policies that are already built.
         starts: start libraries of the streams' episodes, which the rollout worker has too.
+        kind: class of the method.
 
     Raises:
         UserError: as the makers of policies, learners and backends do.
@@ -417,7 +418,7 @@ def build_run(
     }
     of = {stream.domain: stream.policy for stream in streams}
     trained = RunPolicies(policies, speaking, of) if streams[0].domain else policies[""]
-    method = StreamsMethod(config, streams, learners, run_dir, queue, divided=divided)
+    method = kind(config, streams, learners, run_dir, queue, divided=divided)
     acting = [stream.generator for stream in streams if stream.generator is not None and not stream.plays_groups]
     method.play_by(make_collector(streams, queue), acting)
     if starts is not None:

@@ -266,7 +266,7 @@ class StreamsMethod(Method):
                 stored.go_on()
 
     def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Method.with_trained`: the playing state and warm starts come from this process."""
+        """Complete `state`, the `state_dict` of the learning half in another process, with playing and warm starts of this process."""
         state = {**state, **self.played_state()}
         own = {name: learner.state_dict() for name, learner in self.learners.items()}
         if "" in own:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -137,47 +137,37 @@ def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], S
     return found
 
 
-def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: StreamWorker | None = None) -> list[Stream]:
+def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], ask: Callable[..., Any] | None = None) -> list[Stream]:
     """Streams that another process plays; `specs`: specs of all streams' simulators, in order.
-    `worker`: plays them (`roles.remote.RemoteWorker`); None: this process requests nothing of them."""
+    `ask`: calls a method of a rollout worker that plays them (`roles.worker`); None: this process requests nothing of them."""
     left = list(specs)
     streams = streams_of(config, lambda own, num_slots: SimulatorsElsewhere(left.pop(0)))
-    if worker is not None:
+    if ask is not None:
         for stream in streams:
-            stream.manager = StreamElsewhere(stream.domain, stream.manager.spec, worker)
+            stream.manager = StreamElsewhere(stream, ask)
     return streams
-
-
-class StreamWorker(Protocol):
-    """Plays streams in another process; each call names a domain."""
-
-    def texts_in(self, domain: str) -> list[str]: ...
-
-    def demonstrate(self, domain: str) -> list[AgentEpisode]: ...
-
-    def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]: ...
 
 
 class StreamElsewhere(SimulatorsElsewhere):
     """The simulators of a stream that another process plays."""
 
-    def __init__(self, domain: str, spec: SimSpec, worker: StreamWorker) -> None:
-        super().__init__(spec)
-        self.domain, self._worker = domain, worker
+    def __init__(self, stream: Stream, ask: Callable[..., Any]) -> None:
+        super().__init__(stream.manager.spec)
+        self._domain, self._all_slots, self._ask = stream.domain, stream.config.sim.num_slots, ask
 
     def texts(self, num_slots: int | None = None) -> list[str]:
         """Texts of the first observations of all slots of the run."""
-        return self._worker.texts_in(self.domain)
+        return [str(text) for text in self._ask("texts", domain=self._domain, num_slots=self._all_slots)]
 
     def demonstrate(self) -> list[AgentEpisode]:
         """Successful episodes of a warm start's scripted player."""
-        return self._worker.demonstrate(self.domain)
+        return list(self._ask("demonstrate", domain=self._domain))
 
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
         """Play held-out episodes with the last published weights."""
-        return self._worker.evaluate_in(self.domain, num_episodes, first_seed)
+        return list(self._ask("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=self._domain))
 
 
 class DomainSimulators(Simulators):

@@ -63,11 +63,9 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
 def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str], None] | None) -> Simulators:
     """Start one domain's simulators in this process; with `tell`, measure the number of workers if it is ``auto``."""
     sim, seeds = training_sim(config), EpisodeSeeds.training(config.seed)
-    if is_program(sim):
-        return make_manager(sim, seeds)
     autoreset, chunk_size = config.algorithm.groups is None, config.policy.chunk_size
-    if tell is None:
-        return EnvManager.from_config(sim, seeds, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
+    if tell is None or is_program(sim):
+        return make_manager(sim, seeds, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
     return start_measured(
         sim,
         seeds,
@@ -119,12 +117,8 @@ def rollout_player(config: TrainConfig) -> Player:
 def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
-    """Build all components in this process."""
-    return _scored(config, build_run(_here(config), streams, run_dir, folder, base, here=True, ranks=_ranks_here(config)))
-
-
-def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
-    """Add reward workers to this process's collector, if configured."""
+    """Build all components in this process, with reward workers if they are configured."""
+    components = build_run(_here(config), streams, run_dir, folder, base, here=True, ranks=_ranks_here(config))
     with ExitStack() as undo:
         undo.callback(end_ranks, components.method)
         if (scorer := make_scorer(config)) is not None:
@@ -138,14 +132,15 @@ def _around_worker(
 ) -> RunComponents:
     """Build components for a remote worker: generation is there, training here, or also elsewhere with Ray."""
     own = _here(config)
-    streams = streams_elsewhere(own, worker.specs, worker)
+    streams = streams_elsewhere(own, worker.specs, worker.insist)
     starts = worker.starts = RemoteStarts(worker, streams)
     with ExitStack() as undo:
         ranks = worker.ranks(own.hybrid) or _ranks_here(config)
-        components = build_run(own, streams, run_dir, folder, base, generator=worker.generator, ranks=ranks, starts=starts)
+        kind, publisher = worker.method, worker.generator
+        components = build_run(own, streams, run_dir, folder, base, generator=publisher, ranks=ranks, starts=starts, kind=kind)
         undo.callback(end_ranks, components.method)
         worker.take_policy(components.policy, {name: model_files(one) for name, one in components.languages.items()})
-        components = dataclasses.replace(components, method=worker.connect(components.method))
+        worker.connect(components.method)
         undo.pop_all()
     return components
 

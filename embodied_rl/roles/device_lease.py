@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from embodied_rl.config import HybridConfig, SimConfig, TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.multiplex import Host, HostState, HostTimes, Multiplexer, Span
+from embodied_rl.hybrid.multiplex import Host, HostState, HostTimes, Multiplexer
 from embodied_rl.roles.local_devices import this_machine, visible_gpu
 from embodied_rl.sim.affinity import available_cores
 
@@ -119,26 +119,15 @@ class DeviceLease:
         self._asked_at = 0.0
         self._vacate_s = 0.0
 
-    def share(
-        self,
-        hosts: Sequence[Host],
-        on_lent: Callable[[Collection[int]], None] = lambda hosts: None,
-        on_back: Callable[[Collection[int]], None] = lambda hosts: None,
-    ) -> Multiplexer:
+    def share(self, hosts: Sequence[Host]) -> Multiplexer:
         """Create the multiplexer of these parts of the hosts, in their order; it vacates them together with the others.
-
-        Args:
-            on_lent: called with the numbers of empty hosts that go to training; frees their memory.
-            on_back: called with the numbers of hosts that are about to generate again.
-
-        Raises UserError as `Multiplexer` does.
-        """
+        Raises UserError as `Multiplexer` does."""
         self.multiplexers.append(Multiplexer(hosts, self.plan.train_on))
-        self.follow(on_lent, on_back)
         return self.multiplexers[-1]
 
     def follow(self, on_lent: Callable[[Collection[int]], None], on_back: Callable[[Collection[int]], None]) -> None:
-        """Add callbacks as for `share`, for a user of the hosts' memory that plays on none of them."""
+        """Call `on_lent` with the numbers of empty hosts that go to training, to free their memory, and `on_back` with those that are about
+        to generate again."""
         self._on_lent.append(on_lent)
         self._on_back.append(on_back)
 
@@ -189,10 +178,6 @@ class DeviceLease:
             "multiplex/vacate_s": self._vacate_s,
             **self.times.take(),
         }
-
-    def spans(self) -> list[Span]:
-        """Timeline bars since the last call."""
-        return self.times.take_spans()
 
     def _state(self, number: int) -> HostState:
         if self.is_lent and number in self.plan.train_on:

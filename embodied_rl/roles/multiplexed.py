@@ -15,6 +15,8 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -22,19 +24,18 @@ import numpy as np
 from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
-from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.roles.device_lease import DeviceLease, HostPlan
-from embodied_rl.roles.token_process import TokenProcess
+from embodied_rl.roles.token_process import TokenProcess, TokensElsewhere
 from embodied_rl.rollout.migration import PartialAnswer, SimHost, TokenHost
-from embodied_rl.sim.batches import Slots
+from embodied_rl.sim.batches import Slots, rows_of
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import EpisodeSummary, Observation, StepBatch
+from embodied_rl.types import Observation, StepBatch
 
 Key = tuple[int, int]
 """Key of an episode: (slot, number of the episode)."""
@@ -228,15 +229,9 @@ def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
     """Renumber a batch's rows by the collector's slots, ascending; copies them, since slots may change owners before the next send."""
     order = np.argsort(slots)
     renamed = dict(zip(batch.slots.tolist(), slots.tolist(), strict=True))
-    changed: dict[str, object] = {"slots": slots[order]}
-    parts = vars(batch)
-    for name in ("reward", "terminated", "truncated", "success", "aborted", "chunk_reward", "chunk_success", "executed"):
-        changed[name] = None if parts[name] is None else parts[name][order]
-    for name in ("observation", "final_observation", "inner"):
-        changed[name] = {key: part[order] for key, part in parts[name].items()}
-    episodes: list[EpisodeSummary] = [dataclasses.replace(episode, slot=renamed[episode.slot]) for episode in batch.episodes]
-    changed["episodes"] = tuple(sorted(episodes, key=lambda episode: episode.slot))
-    return dataclasses.replace(batch, **changed)  # type: ignore[arg-type]
+    episodes = [dataclasses.replace(episode, slot=renamed[episode.slot]) for episode in batch.episodes]
+    ordered = tuple(sorted(episodes, key=lambda episode: episode.slot))
+    return dataclasses.replace(rows_of(batch, order), slots=slots[order], episodes=ordered)
 
 
 def _empty(manager: Simulators) -> StepBatch:
@@ -250,38 +245,25 @@ def _empty(manager: Simulators) -> StepBatch:
 LoadAll = Callable[[int, Iterable[tuple[str, Any]]], None]
 
 
-class MultiplexedTokens(TokenBackend):
+class MultiplexedTokens(TokensElsewhere):
     """Token backend over several hosts; a request goes to the emptiest host. Only the collector's thread may call it."""
 
-    version: int = 0
-    """Version of the weights that sample now."""
-    can_constrain: bool = False
-    """See `TokenBackend`; True if all hosts can."""
-
-    def __init__(
-        self,
-        backends: Sequence[TokenBackend],
-        lease: DeviceLease,
-        capacity: int,
-        load_all: LoadAll,
-        *,
-        at_close: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, backends: Sequence[TokenBackend], lease: DeviceLease, capacity: int, load_all: LoadAll) -> None:
         """
         Args:
             backends: backends of the hosts. Those with a ``fileno()`` are waited for; others work inside `poll`.
             lease: lease of the run's hosts.
             capacity: requests of one host at a time.
             load_all: loads weights into all of them.
-            at_close: called when they have ended.
 
         Raises UserError as `Multiplexer` does.
         """
         self.backends = list(backends)
         self._hosts = [TokenHost(backend, capacity) for backend in backends]
         self.lease = lease
-        self._multiplexer = lease.share(self._hosts, self._release, self._restore)
-        self._load_all, self._at_close = load_all, at_close
+        self._multiplexer = lease.share(self._hosts)
+        lease.follow(partial(self._on, "release_memory"), partial(self._on, "restore_memory"))
+        self._load_all = load_all
         self.can_constrain = all(backend.can_constrain for backend in self.backends)
         self._waiting: deque[GenerationRequest] = deque()
         self._ready: list[Completion] = []
@@ -289,10 +271,7 @@ class MultiplexedTokens(TokenBackend):
         """Ids of unfinished requests."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        check_new_ids(requests, self._in_flight)
-        if not self.can_constrain:
-            refuse_structures(requests)
-        self._in_flight.update(request.request_id for request in requests)
+        self._check(requests, self._in_flight)
         self._waiting.extend(requests)
         self._place()
 
@@ -331,29 +310,22 @@ class MultiplexedTokens(TokenBackend):
         self._in_flight -= {completion.request_id for completion in self._ready}
         self._place()
 
-    def pause(self) -> None:
-        for backend in self.backends:
-            backend.pause()
-
-    def resume(self) -> None:
-        for backend in self.backends:
-            backend.resume()
-
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `TokenBackend.load_weights`; loads into all hosts, including those that are training."""
         self._load_all(version, tensors)
         self.version = version
 
-    def forget(self) -> None:
-        for backend in self.backends:
-            backend.forget()
-
     def close(self) -> None:
-        for backend in self.backends:
-            backend.close()
-        self._at_close()
+        self._ask("close")
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, what: str, *arguments: object) -> None:
+        self._on(what, range(len(self.backends)))
+
+    def _on(self, what: str, hosts: Iterable[int]) -> None:
+        for number in hosts:
+            methodcaller(what)(self.backends[number])
 
     def _place(self) -> None:
         """Give waiting requests to hosts with room, and let moves happen."""
@@ -379,35 +351,19 @@ class MultiplexedTokens(TokenBackend):
         if min(sockets, default=0) >= 0:
             can_be_read(*sockets, timeout_s=timeout_s)
 
-    def _release(self, hosts: Iterable[int]) -> None:
-        for number in hosts:
-            self.backends[number].release_memory()
-
-    def _restore(self, hosts: Iterable[int]) -> None:
-        for number in hosts:
-            self.backends[number].restore_memory()
-
 
 def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease) -> MultiplexedTokens:
     """Start a process for each host of `lease`. Raises UserError as `blank_backend` does, and RoleLost."""
     plan = lease.plan
     processes: list[TokenProcess] = []
-    publishers: list[SharedWeightsPublisher] = []  # one publisher, from the first publication on
 
     def load_all(version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        named = dict(tensors)
-        if not publishers:
-            publishers.append(SharedWeightsPublisher(named))
-        publishers[0].publish(version, named.items())
+        path, _ = processes[0].put(version, dict(tensors))
         # All hosts load the weights at the same time.
         for process in processes:
-            process.load(version, publishers[0].path)
+            process.load(version, path)
         for process in processes:
             process.loaded(version)
-
-    def at_close() -> None:
-        for publisher in publishers:
-            publisher.close()
 
     try:
         for number in range(plan.num_hosts):
@@ -415,7 +371,7 @@ def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease
             processes.append(TokenProcess(config, files, gpu=gpu, num_threads=plan.threads_per_host))
         for process in processes:
             process.started()
-        return MultiplexedTokens(processes, lease, capacity_of(config, plan), load_all, at_close=at_close)
+        return MultiplexedTokens(processes, lease, capacity_of(config, plan), load_all)
     except BaseException:
         for process in processes:
             process.close()

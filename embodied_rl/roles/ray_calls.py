@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Collection
+from operator import methodcaller
+from typing import Any, ParamSpec
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
@@ -17,6 +19,7 @@ Actor = Any
 """Handle of an actor; Ray creates its methods on first call."""
 Reference = Any
 """Reference to the result of an actor's method."""
+_P = ParamSpec("_P")
 _SLICE_S = 0.5
 GONE = (RayActorError, ObjectLostError)
 """Exceptions that Ray raises for an actor that ended, or for a lost node and its objects."""
@@ -26,10 +29,30 @@ def outcome_of(task: Callable[[], Any]) -> Outcome:
     """Run a task of an actor. Exceptions travel as values, because Ray's own exceptions would hide them."""
     try:
         return "value", task()
-    except (*GONE, RoleLost) as error:
-        return "lost", first_line(error)
     except Exception as error:
-        return "error", encode_error(error)
+        return failed(error)
+
+
+def failed(error: BaseException) -> Outcome:
+    """Outcome of a task that raised an exception."""
+    return ("lost", first_line(error)) if isinstance(error, (*GONE, RoleLost)) else ("error", encode_error(error))
+
+
+def answering(method: Callable[_P, object]) -> Callable[_P, Outcome]:
+    """Let an actor's method return its `Outcome`."""
+
+    @functools.wraps(method)
+    def answer(*args: _P.args, **kwargs: _P.kwargs) -> Outcome:
+        return outcome_of(lambda: method(*args, **kwargs))
+
+    return answer
+
+
+def call_named(target: object, names: Collection[str], what: str, *arguments: object) -> Any:
+    """Call a method of `target` whose name is in `names`. Raises ValueError for another one."""
+    if what not in names:
+        raise ValueError(f"{type(target).__name__}.{what} is not to be called by name")
+    return methodcaller(what, *arguments)(target)
 
 
 def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> Any:

@@ -38,23 +38,22 @@ class Need:
     cpus: float
     gpus: float
 
-    def fits(self, free: Mapping[str, float]) -> bool:
-        """Whether these resources are free."""
-        return self.cpus <= free.get("CPU", 0.0) + 1e-9 and self.gpus <= free.get("GPU", 0.0) + 1e-9
-
-    def copies_in(self, free: Mapping[str, float]) -> int:
-        """Number of such actors that fit the free resources."""
-        wanted = ((self.cpus, free.get("CPU", 0.0)), (self.gpus, free.get("GPU", 0.0)))
-        return min(int((amount + 1e-9) / part) for part, amount in wanted if part > 0)
-
-    def taken_from(self, free: Mapping[str, float]) -> dict[str, float]:
-        """Free resources that remain."""
-        return {"CPU": free.get("CPU", 0.0) - self.cpus, "GPU": free.get("GPU", 0.0) - self.gpus}
-
     @property
     def bundle(self) -> dict[str, float]:
         """The resources in Ray's form."""
         return {name: value for name, value in (("CPU", self.cpus), ("GPU", self.gpus)) if value > 0}
+
+    def fits(self, free: Mapping[str, float]) -> bool:
+        """Whether these resources are free."""
+        return all(amount <= free.get(name, 0.0) + 1e-9 for name, amount in self.bundle.items())
+
+    def copies_in(self, free: Mapping[str, float]) -> int:
+        """Number of such actors that fit the free resources."""
+        return min(int((free.get(name, 0.0) + 1e-9) / amount) for name, amount in self.bundle.items())
+
+    def taken_from(self, free: Mapping[str, float]) -> dict[str, float]:
+        """Free resources that remain."""
+        return {name: free.get(name, 0.0) - self.bundle.get(name, 0.0) for name in ("CPU", "GPU")}
 
     def __str__(self) -> str:
         return f"{self.role} {self.cpus:g} CPUs" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
@@ -282,13 +281,7 @@ class RayCluster:
         placement = resolve(self.config.placement, Cluster(ClusterConfig(described, name="the Ray cluster")))
         chosen: list[str] = []
         for role, group in itertools.groupby(need.role for need in self._needs):
-            num = len(list(group))
-            if role == "train":
-                numbers = nodes_of_ranks(placement["train"], num)
-            elif role != "reward" and self.config.players > 1:
-                numbers = nodes_of_players(placement[role], role, num)
-            else:
-                numbers = [_only_node(placement[role], role)] * num
+            numbers = nodes_of(placement[role], role, len(list(group)), players=self.config.players)
             chosen += [alive[number]["NodeID"] for number in numbers]
         return chosen
 
@@ -309,45 +302,34 @@ class RayCluster:
             )
 
 
-def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
-    """Node of each training rank: one rank per GPU that the role names, or equally many per node if it names CPUs.
-    Raises UserError if the ranks cannot be divided in this way."""
+def nodes_of(devices: Sequence[Device], role: Role, num: int, *, players: int = 1) -> list[int]:
+    """Node of each of a role's actors: one training rank per GPU that the role names, or equally many actors per node. With one player, its
+    roles, and rewards always, are on one node.
+    Raises UserError if the actors cannot be divided in this way."""
     nodes = sorted({device.node for device in devices})
-    if devices[0].kind == "gpu" and num_ranks > 1:
-        if len(devices) != num_ranks:
+    given = f"hybrid.placement gives role {role} {len(nodes)} nodes, and"
+    if role == "train" and devices[0].kind == "gpu" and num > 1:
+        if len(devices) != num:
             raise UserError(
-                f"hybrid.placement gives role train {len(devices)} GPUs, and hybrid.sharding has {num_ranks} ranks: each needs its own. "
-                "Name num_shards x num_replicas x num_tensor_shards GPUs."
+                f"hybrid.placement gives role train {len(devices)} GPUs, and hybrid.sharding has {num} ranks: each needs its own. Name "
+                "num_shards x num_replicas x num_tensor_shards GPUs."
             )
         return [device.node for device in sorted(devices)]
-    if num_ranks % len(nodes):
+    if role == "reward" or (role != "train" and players == 1):
+        if len(nodes) > 1:
+            raise UserError(
+                f"{given} with Ray this role is one actor (of rewards: on one node): name one, such as {role}: ['{nodes[0]}/cpu']"
+                + ("." if role == "reward" else f", or set hybrid.players={len(nodes)}.")
+            )
+        return nodes * num
+    if num % len(nodes):
+        ranks = f"{num} ranks" if num > 1 else "1 rank (hybrid.sharding is null)"
+        there, key = (f"training has {ranks}", "sharding.num_shards") if role == "train" else (f"there are {num} players", "players")
         raise UserError(
-            f"hybrid.placement gives role train {len(nodes)} nodes, and training has {num_ranks} "
-            f"{'ranks' if num_ranks > 1 else 'rank (hybrid.sharding is null)'}: as many go to each node. Name fewer nodes, such as "
-            f"train: ['{devices[0].name}'], or set hybrid.sharding.num_shards to a multiple of {len(nodes)}."
+            f"{given} {there}: as many go to each node. Name fewer nodes, such as {role}: ['{devices[0].name}'], or set hybrid.{key} to a "
+            f"multiple of {len(nodes)}."
         )
-    return [node for node in nodes for _ in range(num_ranks // len(nodes))]
-
-
-def nodes_of_players(devices: Sequence[Device], role: Role, players: int) -> list[int]:
-    """Node of each rollout worker's actor of a role, equally many per node. Raises UserError if they cannot be divided in this way."""
-    nodes = sorted({device.node for device in devices})
-    if players % len(nodes):
-        raise UserError(
-            f"hybrid.placement gives role {role} {len(nodes)} nodes, and there are {players} players (hybrid.players): as many go to each "
-            f"node. Name fewer nodes, or set hybrid.players to a multiple of {len(nodes)}."
-        )
-    return [node for node in nodes for _ in range(players // len(nodes))]
-
-
-def _only_node(devices: Sequence[Device], role: Role) -> int:
-    nodes = sorted({device.node for device in devices})
-    if len(nodes) > 1:
-        raise UserError(
-            f"hybrid.placement gives role {role} {len(nodes)} nodes, and with Ray this role is one actor (of rewards: on one node): name "
-            f"one, such as {role}: ['{nodes[0]}/cpu']" + ("." if role == "reward" else f", or set hybrid.players={len(nodes)}.")
-        )
-    return nodes[0]
+    return [node for node in nodes for _ in range(num // len(nodes))]
 
 
 def _knock(address: str) -> None:

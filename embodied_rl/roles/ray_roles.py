@@ -18,27 +18,291 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors, RayPublisher
-from embodied_rl.roles.device_lease import plan_here
-from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
+from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource, NamedTensors, RayPublisher, ray_tensors
+from embodied_rl.learning.devices import resolve_device, set_compute_threads
+from embodied_rl.methods.building import with_backend
+from embodied_rl.methods.language_player import ModelFiles
+from embodied_rl.methods.streams import Stream
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan, plan_here
+from embodied_rl.roles.multiplexed import MultiplexedTokens, capacity_of
+from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, answering, call_named, failed, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
-from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
-from embodied_rl.roles.worker import RolloutWorker, serve
+from embodied_rl.roles.token_process import TokensElsewhere
+from embodied_rl.roles.worker import HostsOf, LoadedActing, RolloutWorker, WorkerActing, serve
 from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.rollout.groups import WHOLE, Share
-from embodied_rl.rollout.scoring import ScoreLog, Scorer, checked_score, load_score
+from embodied_rl.rollout.scoring import Scorer, checked_score, load_score
 from embodied_rl.stopping import waiting
-from embodied_rl.types import Episode
+from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
+
+_GENERATION = "GenerationWorker"
+_MOMENT_S = 0.05
+"""Seconds that a host samples before it checks for other requests."""
+_NAP_S = 0.002
+_OF_TOKENS = ("submit", "poll", "abort", "pause", "resume", "release_memory", "restore_memory", "forget")
+"""Token backend methods that may be called by name."""
+
+
+class GenerationWorker:
+    """Actor with the policies that act for remote simulators, and the token backends of language agents: of one domain or of all."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._acting = LoadedActing(config)
+        self._sink = DeltaSink() if config.hybrid.publish == "changed" else None
+        self._lease: DeviceLease | None = None
+        """Lease of a host with a GPU that has copies of robots' policies; it follows the run's lease."""
+        if acts_on_hosts(config):
+            self._lease = DeviceLease(HostPlan(1, 1, 1, devices=(str(resolve_device(config.hybrid.device)),)))
+
+    @answering
+    def begin(self, name: str, domain: str, spec: Mapping[str, Any]) -> ActionLayout:
+        """Build the policy `name` of a domain for its simulator; return the layout of its actions."""
+        _one_thread()
+        own = self._acting.config.for_domain(domain)
+        return self._acting.policy(name, own, SimSpec.from_dict(dict(spec)), self._lease).layout
+
+    @answering
+    def begin_tokens(self, files: ModelFiles, policy: str, name: str, kind: str) -> tuple[bool, bool, str]:
+        """Build the token backend `name` of a kind (`generation.backend`) for a policy's model; return (`can_constrain`, `can_free_memory`,
+        device)."""
+        _one_thread()
+        with self._acting.reading({policy: files}):
+            backend = self._acting.tokens(policy, name, with_backend(self._acting.config.of_policy(policy), kind))
+        return backend.can_constrain, backend.can_free_memory, str(backend.device)
+
+    @answering
+    def tokens(self, name: tuple[str, str], what: str, *arguments: object) -> Any:
+        """Call the method `what` of a token backend, or return its `cache_bytes`."""
+        backend = self._acting.backends[name]
+        return backend.cache_bytes if what == "cache_bytes" else call_named(backend, _OF_TOKENS, what, *arguments)
+
+    @answering
+    def act(self, name: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> ActedBatch:
+        """See `Generator.send` and `Generator.recv`."""
+        generator = self._acting.policies[name].generator
+        generator.send(slots, observation, noise)
+        return generator.recv()
+
+    @answering
+    def load(self, version: int, references: list[Reference]) -> None:
+        """Load the weights that a `RayPublisher` published."""
+        tensors: NamedTensors = ray_tensors(references)
+        self._acting.load(version, tensors if self._sink is None else self._sink.take(version, tensors).items())
+
+    @answering
+    def lend(self) -> None:
+        """Free the GPU memory of robots' policies."""
+        self._own_lease.lend()
+
+    @answering
+    def take_back(self) -> None:
+        """Act on the GPU again, with the newest weights."""
+        self._own_lease.take_back()
+
+    @property
+    def _own_lease(self) -> DeviceLease:
+        assert self._lease is not None, "robots' policies act here on the processor"
+        return self._lease
+
+
+def acts_on_hosts(config: TrainConfig) -> bool:
+    """Whether a robot's policy has a copy on each host's GPU."""
+    return config.hybrid.placement.kind == "multiplexed" and config.hybrid.ray.gpus.generation > 0
+
+
+class RayActing(WorkerActing):
+    """Remote policies and token backends (`GenerationWorker`) for the rollout worker of an `EnvWorker`."""
+
+    def __init__(self, config: TrainConfig, workers: Sequence[Actor]) -> None:
+        """`workers`: one per host; the last is never lent."""
+        super().__init__(config)
+        self._workers = list(workers)
+        self._acts_in = self._workers if acts_on_hosts(config) else self._workers[-1:]
+        """Workers that have robots' policies."""
+        self._handles: list[RayGenerator | RayTokens | MultiplexedTokens] = []
+
+    def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
+        begun = [worker.begin.remote(stream.policy, stream.domain, stream.spec.to_dict()) for worker in self._acts_in]
+        layout: ActionLayout = self._all(begun)[-1]
+        generator = RayGenerator(self._workers, stream.policy)
+        self._handles.append(generator)
+        return generator, layout
+
+    def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
+        assert stream.generator is not None, "it was asked for before"
+        if len(self._acts_in) == 1 or self.lease is None:
+            return stream.generator
+        hosted = RayGenerator(self._workers, stream.policy, hosts_of)
+        self._handles.append(hosted)
+        self.lease.follow(self._lend, self._take_back)
+        return hosted
+
+    def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
+        kind, files = config.generation.backend, dict(self.models[policy])
+        begun = [worker.begin_tokens.remote(files, policy, name, kind) for worker in self._workers]
+        made = RayTokens if self.lease is None else RayHostTokens
+        backends = [made(worker, (policy, name), *value_of(own, _GENERATION)) for worker, own in zip(self._workers, begun, strict=True)]
+        self._handles += backends
+        if self.lease is None:
+            return backends[0]
+        hosts = MultiplexedTokens(backends, self.lease, capacity_of(config, self.lease.plan), _from_the_trainer)
+        self._handles.append(hosts)
+        return hosts
+
+    def load(self, version: int, tensors: list[Reference]) -> None:
+        """See `WorkerActing.load`; `tensors` are references from a `RayPublisher`."""
+        self._all([worker.load.remote(version, tensors) for worker in self._workers])
+        for handle in self._handles:
+            handle.version = version
+
+    def _lend(self, hosts: Collection[int]) -> None:
+        self._all([self._workers[number].lend.remote() for number in hosts])
+
+    def _take_back(self, hosts: Collection[int]) -> None:
+        self._all([self._workers[number].take_back.remote() for number in hosts])
+
+    def _all(self, asked: Sequence[Reference]) -> list[Any]:
+        return [value_of(reference, _GENERATION) for reference in asked]
+
+
+class RayGenerator(Generator):
+    """Generator for a robot's policy in `GenerationWorker`s: the last one's, or on the hosts where its slots play, all at the same time."""
+
+    def __init__(self, workers: Sequence[Actor], name: str, hosts_of: HostsOf | None = None) -> None:
+        self._workers, self._name, self._hosts_of = list(workers), name, hosts_of
+        self.version = 0
+        self._asked: deque[tuple[list[Reference], np.ndarray | None]] = deque()
+        """(answers, row of each of their rows; None: as sent) of every batch."""
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        """See `Generator.send`; the observation is copied into the object store, and each host gets its slots' rows."""
+        if self._hosts_of is None:
+            self._asked.append(([self._workers[-1].act.remote(self._name, slots, observation, noise)], None))
+            return
+        hosts = self._hosts_of(slots)
+        rows = {number: np.flatnonzero(hosts == number) for number in np.unique(hosts).tolist()}
+        asked: list[Reference] = []
+        for number, own in rows.items():
+            seen = {key: part[own] for key, part in observation.items()}
+            asked.append(self._workers[number].act.remote(self._name, slots[own], seen, None if noise is None else noise[own]))
+        self._asked.append((asked, np.concatenate(list(rows.values()))))
+
+    def recv(self) -> ActedBatch:
+        asked, rows = self._asked.popleft()
+        acted = ActedBatch.joined([value_of(reference, _GENERATION) for reference in asked])
+        return acted if rows is None else acted.rows(np.argsort(rows))
+
+    def publish(self, version: int) -> None:
+        _from_the_trainer(version, ())
+
+
+class RayTokens(TokensElsewhere):
+    """A token backend in a `GenerationWorker`. Each call returns after the worker has executed it, so the order is the caller's.
+    Raises RoleLost when the worker has ended, and any exception of the backend."""
+
+    can_free_memory: bool = False
+    """See `TokenBackend`, also for the attribute below; copied from the remote backend."""
+    device: str = "cpu"
+
+    def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
+        self._worker, self._name = worker, name
+        self.can_constrain, self.can_free_memory, self.device = can_constrain, can_free_memory, device
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if requests:
+            self._ask("submit", list(requests))
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        return list(self._ask("poll", min_ready, timeout_s))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        if wanted := list(request_ids):
+            self._ask("abort", wanted)
+
+    @property
+    def cache_bytes(self) -> int:
+        return int(self._ask("cache_bytes"))
+
+    def release_memory(self) -> int:
+        return int(self._ask("release_memory"))
+
+    def load_weights(self, version: int, tensors: Iterable[Any]) -> None:
+        _from_the_trainer(version, tensors)
+
+    def close(self) -> None:
+        """Do nothing: the driver ends the worker."""
+
+    def _ask(self, what: str, *arguments: object) -> Any:
+        return value_of(self._worker.tokens.remote(self._name, what, *arguments), _GENERATION)
+
+
+class RayHostTokens(RayTokens):
+    """One of several hosts that sample at the same time; polling does not block the caller. All requests since the last poll are sent
+    together: those that came later would join the others at a step that the clock decides."""
+
+    def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
+        super().__init__(worker, name, can_constrain, can_free_memory, device)
+        self._asked: Reference | None = None
+        self._in_flight = 0
+        self._outbox: list[GenerationRequest] = []
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `TokenBackend.submit`; a later call raises the error of an invalid request."""
+        self._in_flight += len(requests)
+        self._outbox += requests
+
+    def flush(self) -> None:
+        requests, self._outbox = self._outbox, []
+        super().submit(requests)
+        self._ask_on()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self.flush()
+        super().abort(request_ids)
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`; with 0 it waits a moment, since the caller could only poll again."""
+        self.flush()
+        deadline = None if timeout_s is None else time.monotonic() + max(timeout_s, _NAP_S)
+        ready: list[Completion] = []
+        while len(ready) < max(min_ready, 1) and self._asked is not None:
+            # Without a deadline `value_of` waits; the end of a run interrupts it.
+            if deadline is not None and not ray.wait([self._asked], timeout=max(deadline - time.monotonic(), 0.0))[0]:
+                break
+            found: list[Completion] = value_of(self._asked, _GENERATION)
+            ready += found
+            self._in_flight -= len(found)
+            self._asked = None
+            self._ask_on()
+        return ready
+
+    def _ask_on(self) -> None:
+        if self._in_flight and self._asked is None:
+            self._asked = self._worker.tokens.remote(self._name, "poll", 1, _MOMENT_S)
+
+
+def _from_the_trainer(version: int, tensors: Iterable[Any]) -> None:
+    raise RuntimeError("Weights come from the trainer: see RayActing.load.")
+
+
+def _one_thread() -> None:
+    """Limit a generation actor to one thread for its lifetime."""
+    set_compute_threads(1, 1)
+
 
 _END_S = 5.0
 """Time for an orderly shutdown of simulators; they may wait for a server that does not answer."""
@@ -59,17 +323,22 @@ class RayScorer(Scorer):
     """Reward workers as actors. Ray restarts a lost one and repeats its calls."""
 
     def __init__(self, workers: list[Any], options: RewardWorkerConfig) -> None:
+        super().__init__(options.combine, options.timeout_s)
         self._workers = workers
-        self._log = ScoreLog(options.combine, options.timeout_s)
         self._asked: dict[Any, int] = {}
 
-    def submit(self, episode: Episode) -> int:
-        number = self._log.begin(episode)
-        self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
-        return number
+    def wait(self, timeout_s: float) -> None:
+        if self._asked:
+            ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
 
-    def ready(self) -> list[tuple[int, Episode | str]]:
-        """See `Scorer.ready`. Raises RayActorError when workers ended too often."""
+    def close(self) -> None:
+        """Do nothing: the driver ends the workers."""
+
+    def _ask(self, number: int, episode: Episode) -> None:
+        self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
+
+    def _found(self) -> dict[int, float | str]:
+        """See `Scorer._found`. Raises RayActorError when workers ended too often."""
         references = list(self._asked)
         done = ray.wait(references, num_returns=len(references), timeout=0)[0] if references else []
         found: dict[int, float | str] = {}
@@ -79,17 +348,7 @@ class RayScorer(Scorer):
                 found[number] = ray.get(reference)
             except RayTaskError as error:
                 found[number] = first_line(error.cause if error.cause is not None else error)
-        return self._log.settle(found)
-
-    def wait(self, timeout_s: float) -> None:
-        if self._asked:
-            ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
-
-    def metrics(self) -> dict[str, float]:
-        return self._log.metrics()
-
-    def close(self) -> None:
-        """Do nothing: the driver ends the workers."""
+        return found
 
 
 class EnvWorker:
@@ -135,7 +394,7 @@ class EnvWorker:
             raise EOFError
 
         def reply(value: object, error: BaseException | None) -> None:
-            answer.set_result(("value", value) if error is None else outcome_of(lambda: _raise(error)))
+            answer.set_result(("value", value) if error is None else failed(error))
 
         return what, arguments, reply
 
@@ -219,7 +478,3 @@ def wait_for_start(cluster: RayCluster, reference: Reference, timeout_s: float, 
                 f"hybrid.cluster=ray: {role} did not start within {timeout_s:g} s (hybrid.ray.start_timeout_s + sim.start_timeout_s); "
                 "`ray status` shows what it waits for."
             )
-
-
-def _raise(error: BaseException) -> None:
-    raise error

@@ -1,4 +1,4 @@
-"""Ends leftover processes of a run's own Ray cluster: ``python -m embodied_rl.roles.ray_watch DRIVER``, started before the cluster.
+"""Ends leftover processes of a run's own Ray cluster: ``python -m embodied_rl.roles.ray_watch DRIVER SOCKET``, started before the cluster.
 
 Ray's servers die with the process that started them. A node's agents do not: for a minute they try to report to a server that is gone. This
 process tracks the descendants of the cluster's servers, and some seconds after its driver's end it ends those that remain.
@@ -11,13 +11,12 @@ import os
 import re
 import select
 import signal
-import subprocess
+import socket
 import sys
 import time
-from pathlib import Path
 
-import embodied_rl
 from embodied_rl.distributed.channel import can_be_read
+from embodied_rl.distributed.processes import start_module
 from embodied_rl.sim.keeper import parents
 
 _LOOK_S = 0.5
@@ -32,54 +31,45 @@ class ClusterWatch:
 
     def __init__(self) -> None:
         """Start the process; it watches the servers that this process starts from now on."""
-        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "embodied_rl.roles.ray_watch", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,  # Ctrl-C reaches only the driver
-        )
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_module("embodied_rl.roles.ray_watch", os.getpid(), theirs.fileno(), pass_fds=(theirs.fileno(),))
         self.note()
 
     def note(self) -> None:
         """Wait until the watch has noted all running processes."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
-        self._process.stdout.readline()
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(b"\n")
+            self._socket.recv(1)
 
     def close(self) -> None:
         """Wait until the stopped cluster's processes are gone, and end the rest. May be called twice."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._socket.close()
         self._process.wait()
 
 
 class _Watcher:
     """State of the watching process."""
 
-    def __init__(self, driver: int) -> None:
-        self._driver = driver
+    def __init__(self, driver: int, connection: int) -> None:
+        """`connection`: descriptor of the socket to the driver."""
+        self._driver, self._connection = driver, connection
         self._handles: dict[int, int] = {}
         """{process id in the cluster: pidfd, which stays valid for that process even if the id is reused}."""
 
     def watch(self) -> None:
-        """Watch until the driver ends or closes this process's standard input."""
+        """Watch until the driver ends or closes the connection."""
         poll = select.poll()
         with contextlib.suppress(ProcessLookupError):
             poll.register(driver := os.pidfd_open(self._driver), select.POLLIN)
-            poll.register(0, select.POLLIN)
+            poll.register(self._connection, select.POLLIN)
             while True:
                 ready = [descriptor for descriptor, _ in poll.poll(_LOOK_S * 1000)]
                 self.note()
-                if driver in ready or (ready and not os.read(0, 1)):
+                if driver in ready or (ready and not os.read(self._connection, 1)):
                     return
                 if ready:
-                    os.write(1, b"\n")
+                    os.write(self._connection, b"\n")
 
     def note(self) -> None:
         """Note processes that have started since."""
@@ -131,7 +121,7 @@ def _has_ended(handle: int) -> bool:
 def main() -> None:
     """Watch until the driver ends, then end the leftover processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    watcher = _Watcher(int(sys.argv[1]))
+    watcher = _Watcher(int(sys.argv[1]), int(sys.argv[2]))
     watcher.watch()
     watcher.end()
 

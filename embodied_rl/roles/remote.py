@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator, Way
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.base import Method
+from embodied_rl.methods.iteration import StreamsMethod
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream
@@ -53,11 +53,13 @@ class RemoteWorker(Simulators):
     plays_itself = True
 
     def __init__(
-        self, config: TrainConfig, start: Callable[[TrainConfig], WorkerHandle], *, at_close: Sequence[Callable[[], None]] = ()
+        self, config: TrainConfig, start: Callable[[TrainConfig], WorkerHandle], at_close: Callable[[], None] = lambda: None
     ) -> None:
-        """Start a worker; `at_close` functions run after the last worker has ended, last first. Raises UserError as `EnvManager` does."""
+        """Start a worker; `at_close` runs after the last worker has ended. Raises UserError as `EnvManager` does."""
         self.config, self._start = config, start
-        self.at_close: list[Callable[[], None]] = list(at_close)
+        self.at_close = ExitStack()
+        """What ends after the last worker, last first."""
+        self.at_close.callback(at_close)
         self.version = 0
         self.num_restarts = 0
         self._faults: list[FaultRecord] = []
@@ -110,30 +112,23 @@ class RemoteWorker(Simulators):
         """Host of the `hybrid.sharding` ranks with which a method of this process trains; None: processes of this machine."""
         return None
 
-    def connect(self, method: Method) -> Method:
-        """Connect a method that plays to the worker; return the method for the training loop."""
+    @property
+    def method(self) -> type[StreamsMethod]:
+        """Class of the method that learns from what the worker plays."""
+        return StreamsMethod
+
+    def connect(self, method: StreamsMethod) -> None:
+        """Connect a method that plays to the worker."""
         if self.config.plays:
             method.collector = RemoteCollector(self, method.restart)
-        return method
 
     def worker_pids(self) -> list[int]:
         """Process ids of the worker's simulators."""
         return self._worker_pids
 
-    def texts_in(self, domain: str) -> list[str]:
-        slots = self.config.for_domain(domain).sim.num_slots
-        return [str(text) for text in self.insist("texts", domain=domain, num_slots=slots)]
-
-    def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
-        return list(self.insist("demonstrate", domain=domain))
-
     @property
     def fault_records(self) -> list[FaultRecord]:
         return self._faults
-
-    def note_faults(self, records: Sequence[FaultRecord]) -> None:
-        """Note faults of the worker's simulators since the last call."""
-        self._faults.extend(records)
 
     def publish(self, version: int) -> None:
         started = time.perf_counter()
@@ -148,11 +143,7 @@ class RemoteWorker(Simulators):
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
         """See `RolloutWorker.evaluate`; covers every domain."""
-        return self.evaluate_in("", num_episodes, first_seed)
-
-    def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
-        """See `RolloutWorker.evaluate`."""
-        return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=domain))
+        return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=""))
 
     def ask(self, what: str, **arguments: object) -> Any:
         """See `WorkerHandle.call`."""
@@ -199,8 +190,7 @@ class RemoteWorker(Simulators):
     def close(self) -> None:
         """End the worker. May be called twice."""
         self._end_worker()
-        while self.at_close:
-            self.at_close.pop()()
+        self.at_close.close()
 
     def _send_weights(self) -> None:
         self.published_bytes = self._live().publish(self.version, self._weights())
@@ -213,9 +203,11 @@ class RemoteWorker(Simulators):
             return dict(self.policy.unmerged_weights(base=not self._has_base))
         return dict(self.policy.named_weights())
 
-    def insist(self, what: str, **arguments: object) -> Any:
-        """`ask`, repeated with a new worker if one ends."""
+    def insist(self, what: str, begin: Callable[[], None] | None = None, /, **arguments: object) -> Any:
+        """`ask`, repeated with a new worker if one ends. `begin`: first starts the episodes of a new worker that waits for that."""
         while True:
+            if begin is not None and self.needs_restart:
+                begin()
             try:
                 return self.ask(what, **arguments)
             except RoleLost as lost:
@@ -344,19 +336,13 @@ class RemoteCollector(Collector):
 
     def _insist(self, what: str, iteration: int, **arguments: object) -> Any:
         """See `RemoteWorker.insist`; a new worker first begins the method's episodes again."""
-        while True:
-            if self._worker.needs_restart:
-                self._begin_again(iteration)
-            try:
-                return self._worker.ask(what, **arguments)
-            except RoleLost as lost:
-                self._worker.replace(lost)
+        return self._worker.insist(what, lambda: self._begin_again(iteration), **arguments)
 
     def _play(self, version: int) -> Collected:
         started = time.perf_counter()
         played: Collected = self._insist("play", version, version=version, drawn=self._drawn)
         waited = time.perf_counter() - started
-        self._worker.note_faults(played.faults)
+        self._worker.fault_records.extend(played.faults)
         if self._worker.starts is not None:
             self._worker.starts.take_in(played.starts)
         for role, name, begin_ns, end_ns in played.spans:

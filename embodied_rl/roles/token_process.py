@@ -16,7 +16,9 @@ import socket
 import sys
 import tempfile
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from embodied_rl.distributed.channel import ChannelClosed, Link, can_be_read
 from embodied_rl.distributed.processes import started
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
-from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
+from embodied_rl.hybrid.shared_weights import AnnouncedWeights
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods.language_player import ModelFiles, blank_backend, write_model_files
 from embodied_rl.roles.role_process import RoleProcess
@@ -37,13 +39,40 @@ for _kind in (GenerationRequest, Completion, Failure):
 _NAP_S = 0.001
 
 
-class TokenProcess(TokenBackend):
-    """Handle of the process; several handles with the same weights can `load` the output of one publisher."""
+class TokensElsewhere(TokenBackend):
+    """Token backends in other processes, whose methods `_ask` calls by name."""
 
     version: int = 0
     """Version of the weights that sample now."""
     can_constrain: bool = False
-    """See `TokenBackend`; known after `started`."""
+    """See `TokenBackend`; known when the other process has started."""
+
+    def pause(self) -> None:
+        self._ask("pause")
+
+    def resume(self) -> None:
+        self._ask("resume")
+
+    def restore_memory(self) -> None:
+        self._ask("restore_memory")
+
+    def forget(self) -> None:
+        self._ask("forget")
+
+    @abstractmethod
+    def _ask(self, what: str, *arguments: object) -> Any:
+        """Call a method and wait for its answer."""
+
+    def _check(self, requests: Sequence[GenerationRequest], in_flight: set[int]) -> None:
+        """Raise UserError for requests that cannot be submitted; add the others to those in flight."""
+        check_new_ids(requests, in_flight)
+        if not self.can_constrain:
+            refuse_structures(requests)
+        in_flight.update(request.request_id for request in requests)
+
+
+class TokenProcess(TokensElsewhere):
+    """Handle of the process; several handles can `load` the weights that one of them `put`."""
 
     def __init__(self, config: TrainConfig, files: ModelFiles, *, gpu: str | None = None, num_threads: int = 1) -> None:
         """Start the process; `started` waits until it accepts requests.
@@ -54,8 +83,7 @@ class TokenProcess(TokenBackend):
             num_threads: CPU threads of its computation.
         """
         self._role = RoleProcess("embodied_rl.roles.token_process", "A process that generates", gpu=gpu)
-        self.process = self._role.process
-        self._publisher: SharedWeightsPublisher | None = None
+        self.process, self.put = self._role.process, self._role.put
         self._outbox: list[GenerationRequest] = []
         self._in_flight: set[int] = set()
         self._ready: list[Completion] = []
@@ -77,10 +105,7 @@ class TokenProcess(TokenBackend):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`. A later call raises the error of an invalid request; a structure that cannot be compiled ends its
         request as ``failed`` (rejected)."""
-        check_new_ids(requests, self._in_flight)
-        if not self.can_constrain:
-            refuse_structures(requests)
-        self._in_flight.update(request.request_id for request in requests)
+        self._check(requests, self._in_flight)
         self._outbox += requests
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
@@ -100,19 +125,8 @@ class TokenProcess(TokenBackend):
             self.flush()
             self._role.tell("abort", ids=wanted)
 
-    def pause(self) -> None:
-        self._ask("pause")
-
-    def resume(self) -> None:
-        self._ask("resume")
-
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; uses this handle's own shared memory."""
-        named = dict(tensors)
-        if self._publisher is None:
-            self._publisher = SharedWeightsPublisher(named)
-        self._publisher.publish(version, named.items())
-        self.load(version, self._publisher.path)
+        self.load(version, self.put(version, dict(tensors))[0])
         self.loaded(version)
 
     def load(self, version: int, path: str) -> None:
@@ -131,16 +145,8 @@ class TokenProcess(TokenBackend):
         self._ask("release_memory")
         return 0
 
-    def restore_memory(self) -> None:
-        self._ask("restore_memory")
-
-    def forget(self) -> None:
-        self._ask("forget")
-
     def close(self) -> None:
         self._role.close()
-        if self._publisher is not None:
-            self._publisher.close()
 
     def flush(self) -> None:
         """Send submitted requests, many in one message."""
@@ -150,7 +156,7 @@ class TokenProcess(TokenBackend):
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, what: str) -> None:
+    def _ask(self, what: str, *arguments: object) -> None:
         self.flush()
         self._role.tell(what)
         self._asked += 1
@@ -179,18 +185,11 @@ class _Host:
         self._in_flight: set[int] = set()
         self._stands = False
         self._weights = AnnouncedWeights()
-        calls: dict[str, Callable[[], object]] = {
-            "pause": backend.pause,
-            "resume": backend.resume,
-            "release_memory": backend.release_memory,
-            "restore_memory": backend.restore_memory,
-            "forget": backend.forget,
-        }
         self._asked: dict[str, Callable[..., None]] = {
             "submit": self._submit,
             "abort": self._abort,
             "load": self._load,
-            **{name: functools.partial(self._do, name, call) for name, call in calls.items()},
+            **{name: functools.partial(self._do, name) for name in ("pause", "resume", "release_memory", "restore_memory", "forget")},
         }
         """Requests that may be made, by name."""
 
@@ -223,8 +222,8 @@ class _Host:
         if not self._stands:
             self._send(self.backend.poll(1, 0.0))
 
-    def _do(self, what: str, call: Callable[[], object]) -> None:
-        call()
+    def _do(self, what: str) -> None:
+        methodcaller(what)(self.backend)
         self._stands = what == "pause" or (self._stands and what != "resume")
         self._done()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
 import traceback
 from collections import Counter
@@ -83,51 +82,30 @@ def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
 
 
 def _pack(value: object, parcel: _Parcel) -> Any:
-    return value if value is None or type(value) in (bool, int, float, str) else _pack_as(value, parcel)
-
-
-@functools.singledispatch
-def _pack_as(value: Any, parcel: _Parcel) -> Any:
-    """Pack a value by its type."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     name = type(value).__name__
+    match value:
+        case np.ndarray():
+            return _pack_array(value, parcel)
+        case np.bool_() | np.number():
+            return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
+        case Tensor():
+            return {_KIND: "tensor", "n": parcel.add(value)}
+        case list():
+            return [_pack(item, parcel) for item in value]
+        case tuple():
+            return {_KIND: "tuple", "v": [_pack(item, parcel) for item in value]}
+        case Mapping():
+            return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}
+        case enum.Enum() if name in _ENUMS:
+            return {_KIND: "enum", "t": name, "v": value.name}
     if _TYPES.get(name) is not type(value):
         return repr(value)
-    fields = {field.name: _pack(vars(value)[field.name], parcel) for field in dataclasses.fields(value)}
+    fields = {field.name: _pack(vars(value)[field.name], parcel) for field in dataclasses.fields(_TYPES[name])}
     return {_KIND: "object", "t": name, "v": fields}
 
 
-@_pack_as.register(enum.Enum)
-def _(value: enum.Enum, parcel: _Parcel) -> Any:
-    return {_KIND: "enum", "t": type(value).__name__, "v": value.name} if type(value).__name__ in _ENUMS else repr(value)
-
-
-@_pack_as.register(Tensor)
-def _(value: Tensor, parcel: _Parcel) -> Any:
-    return {_KIND: "tensor", "n": parcel.add(value)}
-
-
-@_pack_as.register(np.bool_)
-@_pack_as.register(np.number)
-def _(value: np.bool_ | np.number, parcel: _Parcel) -> Any:
-    return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
-
-
-@_pack_as.register(Mapping)
-def _(value: Mapping[Any, Any], parcel: _Parcel) -> Any:
-    return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}
-
-
-@_pack_as.register(list)
-def _(value: list[Any], parcel: _Parcel) -> Any:
-    return [_pack(item, parcel) for item in value]
-
-
-@_pack_as.register(tuple)
-def _(value: tuple[Any, ...], parcel: _Parcel) -> Any:
-    return {_KIND: "tuple", "v": [_pack(item, parcel) for item in value]}
-
-
-@_pack_as.register(np.ndarray)
 def _pack_array(value: np.ndarray, parcel: _Parcel) -> Any:
     if value.dtype == object:
         return {_KIND: "objects", "s": list(value.shape), "v": [_pack(item, parcel) for item in value.reshape(-1)]}
@@ -170,9 +148,6 @@ class _Parcel:
 # ---- Exceptions -----------------------------------------------------------------------------------------------------
 
 
-_USER_ERRORS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (UserError, BatchNeverFullError)}
-
-
 class RoleLost(ConnectionError):
     """A process or actor of a role has ended unexpectedly."""
 
@@ -181,52 +156,32 @@ class RoleError(RuntimeError):
     """A role raised an unexpected exception; the message contains its traceback."""
 
 
-@functools.singledispatch
+_ERRORS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (UserError, BatchNeverFullError, NonFiniteError, NonFiniteSimulationError, SimFault, RoleLost)
+}
+
+
 def encode_error(error: BaseException) -> dict[str, Any]:
     """Convert an exception to plain values."""
-    return {"type": "RoleError", "message": "".join(traceback.format_exception(error)).rstrip()}
-
-
-@encode_error.register
-def _(error: RoleLost) -> dict[str, Any]:
-    return {"type": "RoleLost", "message": str(error)}
-
-
-@encode_error.register
-def _(error: SimFault) -> dict[str, Any]:
-    fields = {"kind": error.kind.name, "worker": error.worker, "detail": error.detail}
-    return {"type": "SimFault", **fields, "slots": list(error.slots), "seeds": list(error.seeds), "steps": list(error.steps)}
-
-
-@encode_error.register
-def _(error: NonFiniteSimulationError) -> dict[str, Any]:
-    return {**encode_error.dispatch(SimFault)(error), "type": "NonFiniteSimulationError"}
-
-
-@encode_error.register
-def _(error: UserError) -> dict[str, Any]:
-    kind = type(error).__name__
-    return {"type": kind if kind in _USER_ERRORS else "UserError", "message": str(error)}
-
-
-@encode_error.register
-def _(error: NonFiniteError) -> dict[str, Any]:
-    return {"type": "NonFiniteError", "message": str(error), "batch": error.batch or {}}
+    kind = next((kind.__name__ for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind), "RoleError")
+    if kind == "RoleError":
+        return {"type": kind, "message": "".join(traceback.format_exception(error)).rstrip()}
+    what: dict[str, Any] = {"type": kind, "message": str(error)}
+    if isinstance(error, SimFault):
+        what["fault"] = error.kind.name, error.worker, error.detail, list(error.slots), list(error.seeds), list(error.steps)
+    elif isinstance(error, NonFiniteError):
+        what["batch"] = error.batch or {}
+    return what
 
 
 def decode_error(what: dict[str, Any]) -> Exception:
     """Inverse of `encode_error`: same type for user mistakes, simulator faults and lost roles; otherwise `RoleError`."""
-    kind = what["type"]
-    if kind in ("SimFault", "NonFiniteSimulationError"):
-        make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault
-        slots, seeds, steps = what["slots"], what["seeds"], what["steps"]
-        return make(FaultKind[what["kind"]], what["worker"], what["detail"], slots=slots, seeds=seeds, steps=steps)
-    if kind == "RoleLost":  # a role that this role depends on: the whole is started again
-        return RoleLost(what["message"])
-    if kind in _USER_ERRORS:
-        return _USER_ERRORS[kind](what["message"])
-    if kind == "NonFiniteError":
-        error = NonFiniteError(what["message"])
+    make = _ERRORS.get(what["type"], RoleError)
+    if "fault" in what:
+        kind, worker, detail, slots, seeds, steps = what["fault"]
+        fault: SimFault = make(FaultKind[kind], worker, detail, slots=slots, seeds=seeds, steps=steps)
+        return fault
+    error: Exception = make(what["message"])
+    if isinstance(error, NonFiniteError):
         error.batch = what["batch"]  # for the training loop, which writes it to a file
-        return error
-    return RoleError(what["message"])
+    return error

@@ -28,7 +28,16 @@ from embodied_rl.methods import language_player as player
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.building import Acting, Playing, let_play
 from embodied_rl.methods.starts import Starts, give_starts
-from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, start_recorders, streams_of
+from embodied_rl.methods.streams import (
+    Stream,
+    make_collector,
+    make_queue,
+    of_name,
+    recordable_streams,
+    simulators_of,
+    start_recorders,
+    streams_of,
+)
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.policies.base import TrainedModule, saved_tensors
 from embodied_rl.policies.build import build_policy
@@ -159,7 +168,9 @@ class LoadedActing(WorkerActing):
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `WorkerActing.load`: in a run with several policies their names precede those of the tensors (`RunPolicies`)."""
-        for name, named in _by_policy(tensors).items() if self.config.domains else [("", tensors)]:
+        whole = dict(tensors) if self.config.domains else {}
+        for name in dict.fromkeys([*self.policies, *(policy for policy, _ in self.backends)]):
+            named = of_name(name, whole).items() if name else tensors
             if name in self.policies:
                 self.policies[name].load(version, named)
             else:
@@ -175,15 +186,6 @@ def _take(policy: TrainedModule, tensors: Iterable[tuple[str, Any]]) -> None:
     missing, unknown = policy.load_state_dict(dict(tensors), strict=False)
     if differing := [*unknown, *(saved_tensors(policy).keys() & set(missing))]:
         raise ValueError(f"{differing[0]} is not a tensor of both the policy and what was published")
-
-
-def _by_policy(tensors: Iterable[tuple[str, Any]]) -> dict[str, Iterable[tuple[str, Any]]]:
-    """Split weights into {policy: (name, tensor) pairs}."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, tensor in tensors:
-        policy, _, own = name.partition("/")
-        found.setdefault(policy, {})[own] = tensor
-    return {policy: named.items() for policy, named in found.items()}
 
 
 for _kind in (Lesson, Outcome, ReplayFigures, Report, SourceEpisode, Start):
@@ -359,7 +361,7 @@ class RolloutWorker:
         self._lend()
         if self.queue is not None:
             state = self.queue.state_dict(settled=True)
-        spans, faults = [] if self.lease is None else self.lease.spans(), self._new_faults()
+        spans, faults = [] if self.lease is None else self.lease.times.take_spans(), self._new_faults()
         self._residency.begin("training")
         return Collected(groups, self.collector.times, state, faults, self._metrics(), rollouts, spans, self.starts.report())
 

@@ -20,16 +20,16 @@ from torch import Tensor
 from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import ChannelClosed, Link, can_be_read
 from embodied_rl.distributed.processes import started
-from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
+from embodied_rl.hybrid.shared_weights import AnnouncedWeights
 from embodied_rl.roles.role_process import RoleProcess
-from embodied_rl.roles.wire import RoleLost, encode_error, pack, unpack
+from embodied_rl.roles.wire import encode_error, pack, unpack
 from embodied_rl.roles.worker import Inbox, RolloutWorker, serve
 from embodied_rl.rollout.groups import WHOLE, Share
 
 _END_S = 20.0
 
 
-class WorkerProcess:
+class WorkerProcess(RoleProcess):
     """The training process's handle. Implements `WorkerHandle`."""
 
     def __init__(self, config: TrainConfig, share: Share = WHOLE, *, gpu: str | None = None) -> None:
@@ -39,46 +39,21 @@ class WorkerProcess:
             share: groups and slots of this worker; other workers play the rest.
             gpu: the only GPU that it sees; None: the same GPUs as this process.
         """
-        self._role = RoleProcess("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu)
-        self.process = self._role.process
-        self._weights: SharedWeightsPublisher | None = None
-        self._names: set[str] = set()
+        super().__init__("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu)
         self._only_changed = config.hybrid.publish == "changed"
-        self._role.tell("begin", config=config.to_dict(), share=list(dataclasses.astuple(share)))
+        self.tell("begin", config=config.to_dict(), share=list(dataclasses.astuple(share)))
 
     def call(self, what: str, **arguments: object) -> Any:
         """Call the worker's method `what`. Raises RoleLost, and any exception of the method."""
-        self._role.tell(what, **arguments)
-        return self._answer()
+        self.tell(what, **arguments)
+        message, tensors = self.recv()
+        return unpack(message["value"], tensors)
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """Write the weights into shared memory; the worker loads them before it serves any other request."""
-        if self._names != tensors.keys():  # after the whole policy, only its adapter
-            # Create the new publisher before closing the old one: the worker knows a publisher by its path, so the paths must differ.
-            publisher = SharedWeightsPublisher(tensors)
-            self._end_publisher()
-            self._weights, self._names = publisher, set(tensors)
-        assert self._weights is not None
-        try:
-            num_bytes = self._weights.publish(version, tensors.items(), only_changed=self._only_changed)
-        except TimeoutError as error:
-            raise RoleLost(f"the rollout worker does not take weights: {error}") from error
-        self._role.tell("load", version=version, path=self._weights.path)
-        self._answer()
+        path, num_bytes = self.put(version, tensors, only_changed=self._only_changed)
+        self.call("load", version=version, path=path)
         return num_bytes
-
-    def close(self) -> None:
-        """End the process. May be called twice."""
-        self._role.close()
-        self._end_publisher()
-
-    def _end_publisher(self) -> None:
-        if self._weights is not None:
-            self._weights.close()
-
-    def _answer(self) -> Any:
-        message, tensors = self._role.recv()
-        return unpack(message["value"], tensors)
 
 
 class LentTensors:

@@ -29,7 +29,6 @@ from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend, as_trained
-from embodied_rl.rollout.batch_sinks import AgentRecord
 from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import Start, StartLibrary
@@ -63,10 +62,11 @@ class ServerHealth:
         self._in_a_row += 1
         if self._in_a_row % MANY:
             return
-        reason = f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempts each: {failure.message}"
         if not self._ever_answered:
-            raise UserError(f"The token server answered none of the first {self._in_a_row} requests ({reason}). Is this its address?")
-        warnings.warn(f"The token server did not answer the last {self._in_a_row} requests ({reason}); the run waits for it.", stacklevel=2)
+            raise UserError(f"The token server answered none of the first {self._in_a_row} requests ({failure}). Is this its address?")
+        warnings.warn(
+            f"The token server did not answer the last {self._in_a_row} requests ({failure}); the run waits for it.", stacklevel=2
+        )
 
 
 _FEW_TURNS, _ALMOST_ALL = 32, 0.9
@@ -103,8 +103,11 @@ class _Playing:
     """Of the answer to `prompt`."""
     answered: _Answered | None = None
     success: bool = False
-    record: AgentRecord | None = None
-    """Record of the episode; None: it is not recorded."""
+    seen: list[dict[str, Any]] | None = None
+    """{key: observation} before each step of the simulator, and after the last one if the agent no longer answered it; None: the episode is
+    not recorded."""
+    stepped: dict[int, bool] = field(default_factory=dict)
+    """{number of a turn: success of its step}; a turn that calls tools is no step of the simulator."""
     start: Start | None = None
     """Start inside another episode; None: an ordinary start."""
     success_at: int | None = None
@@ -210,8 +213,8 @@ class AgentCollector(SlotPump[_Playing]):
         return self.min_ready is not None
 
     def _new(self, assignment: Assignment, start: Start | None) -> _Playing:
-        record = None if self.recorder is None or start is not None else AgentRecord()
-        return _Playing(assignment, self.agent.begin(), self.agent.budget(), record=record, start=start)
+        seen: list[dict[str, Any]] | None = None if self.recorder is None or start is not None else []
+        return _Playing(assignment, self.agent.begin(), self.agent.budget(), seen=seen, start=start)
 
     def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
         for slot, shown in seen.items():
@@ -235,8 +238,8 @@ class AgentCollector(SlotPump[_Playing]):
     def _look(self, playing: _Playing, observation: Observation, row: int) -> None:
         """Show the agent a row of observations."""
         playing.observation = self.agent.image_inputs.look(observation, row, playing.images)
-        if playing.record is not None:
-            playing.record.looked(observation, row)
+        if playing.seen is not None:
+            playing.seen.append({key: copied(part[row]) for key, part in observation.items()})
         playing.budget.begin_turn()
 
     def _prompt_after(self, playing: _Playing, observation: Observation, row: int) -> Prompt | PromptTooLong:
@@ -250,7 +253,6 @@ class AgentCollector(SlotPump[_Playing]):
         *,
         terminated: bool,
         truncated: bool,
-        final_text: str,
         final_seen: dict[str, Any] | None = None,
         summary: EpisodeSummary | None = None,
         next_prompt: Prompt | PromptTooLong | None = None,
@@ -270,14 +272,13 @@ class AgentCollector(SlotPump[_Playing]):
             success=playing.success,
             seed=playing.assignment.seed,
             domain=playing.assignment.domain,
-            final_text=final_text,
+            final_text=playing.observation if final_seen is None else str(final_seen["text"]),
             greedy=playing.assignment.greedy,
         )
-        if playing.record is not None and self.recorder is not None:
-            ends = {"terminated": terminated, "truncated": truncated}
-            playing.record.finish(
-                self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.assignment.greedy, final=final_seen
-            )
+        if playing.seen is not None and self.recorder is not None and playing.stepped:
+            seen = playing.seen if final_seen is None else [*playing.seen, final_seen]
+            turns, success = [playing.turns[number] for number in playing.stepped], list(playing.stepped.values())
+            self.recorder.finished_turns(playing.assignment, turns, seen, success, terminated=terminated, truncated=truncated)
         after = (next_prompt.token_ids, next_prompt.images) if isinstance(next_prompt, Prompt) else None
         episode = replace(episode, metadata={**episode.metadata, **self._start_metadata(playing.start)}, next_prompt=after)
         self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
@@ -298,29 +299,21 @@ class AgentCollector(SlotPump[_Playing]):
 
     def _take_steps(self, batch: StepBatch) -> None:
         """Note the outcomes of the actions; request answers for the episodes that go on."""
-        self._in_step -= len(batch.slots)
-        ended = {episode.slot: episode for episode in batch.episodes}
         asking: list[int] = []
-        for row, slot in enumerate(batch.slots.tolist()):
-            playing = self._playing[slot]
-            if batch.aborted is not None and batch.aborted[row]:
-                self._fail(slot, playing.assignment, "its simulator failed")
-                continue
+        for row, slot, playing, summary in self._outcomes(batch):
             if playing.answered is not None:
                 self._note_turn(playing, float(batch.reward[row]), success=bool(batch.success[row]))
-                if playing.record is not None:
-                    playing.record.stepped(len(playing.turns) - 1, bool(batch.success[row]))
-            if slot in ended and (why := ended[slot].final_info.get("failure")):
+                playing.stepped[len(playing.turns) - 1] = bool(batch.success[row])
+            if summary is not None and (why := summary.final_info.get("failure")):
                 # An episode without a score has failed; its reward is not 0.
                 self._counts["unscored"] += 1
                 self._fail(slot, playing.assignment, str(why))
-            elif slot in ended:
-                final = str(batch.final_observation["text"][row])
+            elif summary is not None:
                 ends = {"terminated": bool(batch.terminated[row]), "truncated": bool(batch.truncated[row])}
                 seen = {key: copied(part[row]) for key, part in batch.final_observation.items()}
                 cut = self._has_critic and ends["truncated"] and not ends["terminated"]
                 after = self._prompt_after(playing, batch.final_observation, row) if cut else None
-                self._finish(slot, **ends, final_text=final, final_seen=seen, summary=ended[slot], next_prompt=after)
+                self._finish(slot, **ends, final_seen=seen, summary=summary, next_prompt=after)
             elif self.queue.should_stop(playing.assignment):
                 self._stop(slot)
             else:
@@ -364,7 +357,7 @@ class AgentCollector(SlotPump[_Playing]):
             prompt = self.agent.show(prompt_of(playing), playing.images)
             if isinstance(prompt, PromptTooLong):
                 self._counts["too_long"] += 1
-                self._finish(slot, terminated=False, truncated=True, final_text=playing.observation)
+                self._finish(slot, terminated=False, truncated=True)
                 continue
             playing.prompt = prompt
             seed = self._sampling_seed(playing.assignment, len(playing.turns), _SEEDS)

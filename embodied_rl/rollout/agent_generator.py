@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class AgentGenerator(QueuedGenerator):
         self._next_id = _FIRST_ID
         self.on_answer: Callable[[int, str, Prompt, Completion, Answer], object] | None = None
         """Callback for every answer, for films and dialogue pages: slot, observed text, prompt, completion, parsed answer."""
-        self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
+        self._counts: Counter[str] = Counter()
 
     @property
     def caches(self) -> tuple[TokenCache, ...]:
@@ -108,12 +109,12 @@ class AgentGenerator(QueuedGenerator):
         requests, asked = [], {}
         prompts = {slot: self.agent.show(prompt, self._conversations[slot].images) for slot, prompt in prompts.items()}
         for slot, prompt in prompts.items():
-            self._num_turns += 1
+            self._counts["turns"] += 1
             if isinstance(prompt, PromptTooLong):
-                self._num_too_long += 1
+                self._counts["too_long"] += 1
                 answers[slot] = ""
                 continue
-            self._num_dropped += prompt.dropped is not None
+            self._counts["dropped"] += prompt.dropped is not None
             seed = self._conversations[slot].next_seed(self._seed, seen[slot])
             requests.append(self.agent.request(self._next_id, prompt, seen[slot], seed=seed, temperature=self.temperature))
             asked[self._next_id] = slot
@@ -126,7 +127,7 @@ class AgentGenerator(QueuedGenerator):
                 if slot_of is None:
                     continue  # left over from an earlier call that was given up
                 if completion.finish_reason in ("failed", "aborted"):
-                    raise UserError(f"The token backend gave no answer: {_why(completion)}")
+                    raise UserError(f"The token backend gave no answer: {completion.failure or f'{completion.finish_reason}.'}")
                 playing = self._conversations[slot_of]
                 answer = self.agent.read(completion, playing.budget)
                 if self.on_answer is not None:
@@ -137,7 +138,7 @@ class AgentGenerator(QueuedGenerator):
                     assert self.agent.tools is not None, "without tools no answer calls any"
                     with_tools[slot_of] = self.agent.tools.start(answer.parsed.calls, playing.budget), completion.token_ids
                     continue
-                self._num_invalid += isinstance(answer.parsed, InvalidAction)
+                self._counts["invalid"] += isinstance(answer.parsed, InvalidAction)
                 playing.conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
                 answers[slot_of] = answer.parsed.text
         with waiting:
@@ -158,14 +159,5 @@ class AgentGenerator(QueuedGenerator):
 
     def figures(self) -> dict[str, float]:
         """Shares of the turns since the last call: invalid answers, truncated prompts, prompts that were too long."""
-        turns = max(self._num_turns, 1)
-        shares = {"invalid": self._num_invalid / turns, "dropped": self._num_dropped / turns, "too_long": self._num_too_long / turns}
-        self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
-        return shares
-
-
-def _why(completion: Completion) -> str:
-    failure = completion.failure
-    if failure is None:
-        return f"{completion.finish_reason}."
-    return f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempt{'s' * (failure.attempts != 1)}: {failure.message}"
+        counts, self._counts = self._counts, Counter()
+        return {name: counts[name] / max(counts["turns"], 1) for name in ("invalid", "dropped", "too_long")}

@@ -37,49 +37,53 @@ _STEADY_BYTES = 2**20
 """Approximate size of all slots' steady rows together."""
 
 
-@dataclass(frozen=True, eq=False)
 class _Known:
-    """A range of slots whose batch is the same object at every step, until an episode ends."""
+    """A range of slots whose steps one group keeps. Their outcome lies in the same arrays at every step, until an episode ends; or it is
+    copied from new arrays, for all slots at once, to where the group reads it."""
 
-    batch: StepBatch
-    given: tuple[str, ...]
-    """Names of the other columns of a step."""
-    group: SteadyGroup
+    def __init__(self, place: StepBatch, given: tuple[str, ...], group: SteadyGroup, moved: Sequence[str] | None = None) -> None:
+        """
+        Args:
+            place: batch with the arrays from which the group reads the outcome.
+            given: names of the other columns of a step.
+            moved: recorded parts of the observation that are copied to `place`; None: the steps arrive there.
+        """
+        self.place, self.given, self.group, self.moved = place, given, group, moved
+        self._last: np.ndarray | None = None
 
-    def is_place_of(self, batch: StepBatch) -> bool:
-        """Whether a batch's outcome lies in the same arrays."""
-        own = self.batch
+    def covers(self, batch: StepBatch) -> bool:
+        """Whether a batch is of this range."""
+        own = self.place
+        if self.moved is not None:
+            return _place_of(batch) == _place_of(own)
+        left, right = batch.observation, own.observation
         return (
             batch.reward is own.reward
             and batch.terminated is own.terminated
             and batch.truncated is own.truncated
             and batch.success is own.success
-            and (batch.observation is own.observation or _same_arrays(batch.observation, own.observation))
+            and (left is right or (left.keys() == right.keys() and all(left[key] is right[key] for key in left)))
         )
 
-
-class _Moving:
-    """A range of slots whose steps arrive in new arrays: each step is copied, for all slots at once, to where a group reads it."""
-
-    def __init__(self, place: StepBatch, given: tuple[str, ...], keys: Sequence[str], group: SteadyGroup) -> None:
-        """`place`: a batch with its own arrays, from which the group reads the outcome; `keys`: recorded parts of the observation."""
-        self.given, self.group = given, group
-        self._place, self._keys = place, tuple(keys)
-        self._last: np.ndarray | None = None
-
     def take(self, batch: StepBatch) -> bool:
-        """Copy a step; False if its arrays are those of the previous step or do not fit these."""
-        own, arrives = self._place, [batch.observation[key] for key in self._keys]
-        rooms = [own.observation[key] for key in self._keys]
-        if batch.reward is self._last or any(
-            new.shape != room.shape or new.dtype != room.dtype for new, room in zip(arrives, rooms, strict=True)
-        ):
+        """Copy a step that is not in its place; False if its arrays are those of the previous step or do not fit these."""
+        if self.moved is None:
+            return True
+        own = self.place
+        rooms = [(own.observation[key], batch.observation[key]) for key in self.moved]
+        if batch.reward is self._last or any(new.shape != room.shape or new.dtype != room.dtype for room, new in rooms):
             return False
         self._last = batch.reward
         own.reward[:], own.terminated[:], own.truncated[:], own.success[:] = batch.reward, batch.terminated, batch.truncated, batch.success
-        for room, new in zip(rooms, arrives, strict=True):
+        for room, new in rooms:
             room[...] = new
         return True
+
+
+def _place_of(batch: StepBatch) -> tuple[int, int] | None:
+    """(first slot, number of slots) of a batch; None if its slots are no range."""
+    slots = batch.slots
+    return (int(slots[0]), slots.size) if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size else None
 
 
 class BatchSinks:
@@ -104,11 +108,9 @@ class BatchSinks:
         self._full: list[SteadyGroup] = []
         """Groups without room for more steps."""
         self._known: dict[int, _Known] = {}
-        """Known batches by `id`, which stays unique while the batch is held here."""
+        """Known ranges by the `id` of their place, which stays unique while the batch is held here."""
         self._last: dict[tuple[int, int], StepBatch] = {}
         """{(first slot, number of slots): the last batch} of batches that are not known."""
-        self._moving: dict[tuple[int, int], _Moving] = {}
-        """Ranges with changing arrays, by the same key."""
 
     def start(
         self,
@@ -167,8 +169,6 @@ class BatchSinks:
             return []
         if snapshots is None and (over := self._step_known(batch, given, rows)) is not None:
             return over
-        if snapshots is None and rows is None and (over := self._step_moving(batch, given)) is not None:
-            return over
         over = self._step_apart(batch, given, range(len(batch.slots)) if rows is None else rows, snapshots)
         if rows is None and snapshots is None:
             self._get_to_know(batch, given)
@@ -219,7 +219,6 @@ class BatchSinks:
         """Release the known batches, and the memory that they are views into."""
         self._known.clear()
         self._last.clear()
-        self._moving.clear()
         for slot in list(self._steady):
             self._leave_group(slot)
 
@@ -257,14 +256,15 @@ class BatchSinks:
     # ---- batches that are known -------------------------------------------------------------------------------------
 
     def _step_known(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int] | None) -> list[int] | None:
-        """`step_batch` for a known range in which episodes begin or end; None if the range is not known."""
-        for known in self._known.values():
-            if known.is_place_of(batch):
-                break
-        else:
-            return None
+        """`step_batch` for a known range in which episodes begin or end, or which moves; None if the range is not known."""
+        known = next((known for known in self._known.values() if known.covers(batch)), None)
         absent = [] if rows is None else sorted(set(range(len(batch.slots))) - set(rows))
-        if tuple(given) != known.given or any(self._has_stepped(int(batch.slots[row])) for row in absent):
+        if known is None or any(self._has_stepped(int(batch.slots[row])) for row in absent):
+            return None
+        if tuple(given) != known.given or not known.take(batch):
+            if known.moved is not None and (place := _place_of(batch)) is not None:
+                del self._known[id(known.place)]
+                self._last.pop(place, None)
             return None
         over: list[int] = [row for row in np.flatnonzero(batch.terminated | batch.truncated).tolist() if row not in absent]
         self._step_group(known.group, tuple(given.values()), over, self._seen(batch.final_observation) if over else {}, absent)
@@ -276,61 +276,35 @@ class BatchSinks:
         return sink is not None and sink.columns is not None
 
     def _get_to_know(self, batch: StepBatch, given: Mapping[str, Any]) -> None:
-        """Remember a batch object that came a second time."""
-        if not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
+        """Remember a batch object that came a second time, or a range whose arrays differ from the last ones."""
+        if (place := _place_of(batch)) is None:
             return
-        place = int(batch.slots[0]), batch.slots.size
         last = self._last.get(place)
         if last is not batch:
             if len(self._last) >= _KNOWN_BATCHES:
                 self._last.clear()
-                self._moving.clear()
             self._last[place] = batch
-            if last is not None and last.reward is not batch.reward and (moving := self._moving_of(batch, given)) is not None:
-                self._moving[place] = moving
-            return
-        group = self._group_of(batch, given)
-        if group is not None:
+            if last is None or last.reward is batch.reward:
+                return
+        if (known := self._known_of(batch, given, moves=last is not batch)) is not None:
             if len(self._known) >= _KNOWN_BATCHES:
                 self._known.clear()
-            self._known[id(batch)] = _Known(batch, tuple(given), group)
+            self._known[id(known.place)] = known
 
-    def _step_moving(self, batch: StepBatch, given: Mapping[str, Any]) -> list[int] | None:
-        """`step_batch` for a range of slots whose arrays change from step to step; None if the range is not known as such."""
-        place = (int(batch.slots[0]), batch.slots.size) if batch.slots.size else (0, 0)
-        moving = self._moving.get(place)
-        if moving is None or int(batch.slots[-1]) != place[0] + place[1] - 1:
-            return None
-        if tuple(given) != moving.given or not moving.take(batch):
-            del self._moving[place]
-            self._last.pop(place, None)
-            return None
-        over: list[int] = np.flatnonzero(batch.terminated | batch.truncated).tolist()
-        self._step_group(moving.group, tuple(given.values()), over, self._seen(batch.final_observation) if over else {})
-        return over
-
-    def _moving_of(self, batch: StepBatch, given: Mapping[str, Any]) -> _Moving | None:
-        """Range of a batch whose arrays differ from the last one's; None as for `_group_of`."""
-        seen = {id(rows) for rows in self._seen(batch.observation).values()}
-        keys = [key for key, rows in batch.observation.items() if id(rows) in seen]
-        if self._films is not None or len(keys) != len(seen) or not all(isinstance(batch.observation[key], np.ndarray) for key in keys):
-            return None
-        own = replace(
-            batch,
-            reward=batch.reward.copy(),
-            terminated=batch.terminated.copy(),
-            truncated=batch.truncated.copy(),
-            success=batch.success.copy(),
-            observation={key: batch.observation[key].copy() for key in keys},
-        )
-        group = self._group_of(own, given)
-        return None if group is None else _Moving(own, tuple(given), keys, group)
-
-    def _group_of(self, batch: StepBatch, given: Mapping[str, Any]) -> SteadyGroup | None:
-        """Group that reads its steps' outcome from the arrays of this batch; None if they must be recorded row by row: a column varies in
-        size, or the arrays' memory is not contiguous."""
-        outcome = {name: vars(batch)[name] for name in _OUTCOME}
-        outcome |= self._seen(batch.observation)
+    def _known_of(self, batch: StepBatch, given: Mapping[str, Any], *, moves: bool) -> _Known | None:
+        """Range of a batch; `moves`: its steps arrive in new arrays. None if they must be recorded row by row: a column varies in size, the
+        arrays' memory is not contiguous, or what moves is filmed."""
+        place, moved = batch, None
+        seen = self._seen(batch.observation)
+        if moves:
+            there = {id(rows) for rows in seen.values()}
+            moved = [key for key, rows in batch.observation.items() if id(rows) in there]
+            if self._films is not None or len(moved) != len(there) or not all(isinstance(rows, np.ndarray) for rows in seen.values()):
+                return None
+            outcome = {name: vars(batch)[name].copy() for name in _OUTCOME}
+            place = replace(batch, **outcome, observation={key: batch.observation[key].copy() for key in moved})
+            seen = self._seen(place.observation)
+        outcome = {name: vars(place)[name] for name in _OUTCOME} | seen
         layout = self._require(int(batch.slots[0])).columns or ()
         columns = {column.name: column for column in layout if column.name not in self._filmed}
         if columns.keys() != {*outcome, *given} or any(column.encoding != "array" for column in columns.values()):
@@ -338,7 +312,8 @@ class BatchSinks:
         if any(array.shape != (len(batch.slots), *columns[name].shape) for name, array in outcome.items()):
             return None
         try:
-            return SteadyGroup(batch.slots.tolist(), outcome, list(given), layout, _STEADY_BYTES * len(batch.slots) // self._num_slots)
+            share = _STEADY_BYTES * len(batch.slots) // self._num_slots
+            return _Known(place, tuple(given), SteadyGroup(batch.slots.tolist(), outcome, list(given), layout, share), moved)
         except ValueError:
             return None
 
@@ -420,10 +395,6 @@ class BatchSinks:
             if not sink.is_discarded:
                 sink.add_rows({name: rows[row, first:stop] for name, rows in columns}, (stop - first) * group.step_bytes)
             sink.fetched()
-
-
-def _same_arrays(left: Observation, right: Observation) -> bool:
-    return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
 
 
 FOLDER = "episodes"
@@ -625,6 +596,36 @@ class TrainingRecorder:
         )
         self._count(self._writer.add(recorded))
 
+    def finished_turns(
+        self,
+        whose: Assignment,
+        turns: Sequence[Turn],
+        seen: Sequence[Mapping[str, Any]],
+        success: Sequence[bool],
+        *,
+        terminated: bool,
+        truncated: bool,
+    ) -> None:
+        """Record a language agent's finished episode of T turns, each one step of the simulator, with the sampled texts.
+        `seen`: [T + 1] {key: observation} before each turn and after the last."""
+        assert len(seen) == len(turns) + 1, "a look before each step, and one after the last"
+        actions = texts([turn.parsed.text for turn in turns])
+        episode = Episode(
+            observation={key: stacked([part[key] for part in seen[:-1]]) for key in seen[0]},
+            action=actions,
+            log_prob=np.array([[turn.log_prob.sum(dtype=np.float64)] for turn in turns], np.float32),
+            reward=np.array([turn.game_reward for turn in turns], np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            success=any(success),
+            seed=whose.seed,
+            domain=whose.domain,
+            policy_version=np.array([turn.version.min() for turn in turns], np.int64),
+            final_observation=dict(seen[-1]),
+            metadata={"greedy": whose.greedy, "answers": [turn.answer for turn in turns]},
+        )
+        self.finished(episode, actions, success, group=whose.group, member=whose.member)
+
     def close(self) -> None:
         """Drop episodes in progress and flush the rest."""
         self._give_up()
@@ -741,75 +742,3 @@ def _joined(part: np.ndarray, last: Value) -> np.ndarray:
     joined = np.empty(len(part) + 1, dtype=object)
     joined[:-1], joined[-1] = part, last
     return joined
-
-
-@dataclass
-class AgentRecord:
-    """Record of a running language agent's episode: the simulator's side, with the sampled texts.
-
-    A turn that calls tools is no step of the simulator and has no row.
-    """
-
-    seen: list[dict[str, Any]] = field(default_factory=list)
-    """{key: observation} before each step, and after the last one if the agent no longer answered it."""
-    turns: list[int] = field(default_factory=list)
-    """Numbers of the turns that were simulator steps."""
-    success: list[bool] = field(default_factory=list)
-
-    def looked(self, observation: Observation, row: int) -> None:
-        """Note a row of a batch that the agent sees."""
-        self.seen.append({key: copied(part[row]) for key, part in observation.items()})
-
-    def stepped(self, turn: int, success: bool) -> None:
-        """Note that the simulator executed the action of a turn."""
-        self.turns.append(turn)
-        self.success.append(success)
-
-    def finish(
-        self,
-        recorder: TrainingRecorder,
-        assignment: Assignment,
-        turns: Sequence[Turn],
-        *,
-        terminated: bool,
-        truncated: bool,
-        greedy: bool,
-        final: dict[str, Any] | None,
-    ) -> None:
-        """Hand the episode to a recorder.
-        `final`: {key: observation} after the last step; None: the agent saw it, and answered no more."""
-        if not self.turns:
-            return
-        seen, played = self.seen if final is None else [*self.seen, final], [turns[number] for number in self.turns]
-        record_turns(recorder, assignment, played, seen, self.success, terminated=terminated, truncated=truncated, greedy=greedy)
-
-
-def record_turns(
-    recorder: TrainingRecorder,
-    assignment: Assignment,
-    turns: Sequence[Turn],
-    seen: Sequence[Mapping[str, Any]],
-    success: Sequence[bool],
-    *,
-    terminated: bool,
-    truncated: bool,
-    greedy: bool,
-) -> None:
-    """Hand an episode of T turns, each one step, to a recorder. `seen`: [T + 1] {key: observation} before each turn and after the last."""
-    assert len(seen) == len(turns) + 1, "a look before each step, and one after the last"
-    actions = texts([turn.parsed.text for turn in turns])
-    episode = Episode(
-        observation={key: stacked([part[key] for part in seen[:-1]]) for key in seen[0]},
-        action=actions,
-        log_prob=np.array([[turn.log_prob.sum(dtype=np.float64)] for turn in turns], np.float32),
-        reward=np.array([turn.game_reward for turn in turns], np.float32),
-        terminated=terminated,
-        truncated=truncated,
-        success=any(success),
-        seed=assignment.seed,
-        domain=assignment.domain,
-        policy_version=np.array([turn.version.min() for turn in turns], np.int64),
-        final_observation=dict(seen[-1]),
-        metadata={"greedy": greedy, "answers": [turn.answer for turn in turns]},
-    )
-    recorder.finished(episode, actions, success, group=assignment.group, member=assignment.member)

@@ -310,7 +310,7 @@ class RolloutCollector(Collector):
         """Take this batch's observations as the present ones of all slots."""
         if self._enough is not None:  # rows are replaced one by one
             whole = replace(whole, observation={key: part.copy() for key, part in whole.observation.items()})
-        self._batches = [rows_of(whole, group) for group in self._groups]
+        self._batches = [rows_of(whole, slice(group.start, group.stop)) for group in self._groups]
 
     def _advance(self) -> None:
         """Play the next decision of a group, or of the slots that are ready; complete the rollout after the last one."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,20 +31,6 @@ class Watcher:
 
     def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
         """`actions` (simulator units) led to `outcome`; its rows may include idle slots, `ended` does not."""
-
-
-class _Summaries(Watcher):
-    """Watcher that keeps the summaries of finished episodes."""
-
-    def __init__(self, on_episode: Callable[[EpisodeSummary], object] | None) -> None:
-        self.finished: list[EpisodeSummary] = []
-        self._on_episode = on_episode
-
-    def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
-        self.finished += ended
-        if self._on_episode is not None:
-            for episode in ended:
-                self._on_episode(episode)
 
 
 def evaluate(
@@ -77,22 +63,13 @@ def evaluate(
     """
     if manager.plays_itself:
         return manager.evaluate(generator, num_episodes, first_seed, on_episode)
-    first, watcher = HELD_OUT_START + first_seed, _Summaries(on_episode)
-    with _drawing(generator, temperature) as draw:
+    first = HELD_OUT_START + first_seed
+    with ExitStack() as stack:
+        draw = None if temperature is None else episode_noise(stack.enter_context(generator.at_temperature(temperature)))
         seeds = range(first, first + num_episodes)
-        num_played = play_seeds(manager, generator, seeds, watcher, reconfigure=reconfigure, draw=draw, is_over=is_over)
-    finished = [episode for episode in watcher.finished if episode.seed < first + num_played]
-    return _whole(finished, first, num_played)
-
-
-@contextmanager
-def _drawing(generator: Generator, temperature: float | None) -> Iterator[Draw | None]:
-    """Switch the generator to `temperature` and yield its noise function; None without a temperature."""
-    if temperature is None:
-        yield None
-        return
-    with generator.at_temperature(temperature) as layout:
-        yield episode_noise(layout)
+        note = on_episode or (lambda episode: None)
+        finished, num_played = play_seeds(manager, generator, seeds, reconfigure=reconfigure, draw=draw, on_episode=note, is_over=is_over)
+    return _whole([episode for episode in finished if episode.seed < first + num_played], first, num_played)
 
 
 def episode_noise(layout: ActionLayout) -> Draw:
@@ -111,12 +88,13 @@ def play_seeds(
     manager: Simulators,
     generator: Generator,
     seeds: Sequence[int],
-    watcher: Watcher,
+    watcher: Watcher | None = None,
     *,
     reconfigure: bool = False,
     draw: Draw | None = None,
+    on_episode: Callable[[EpisodeSummary], object] = lambda episode: None,
     is_over: Callable[[], bool] | None = None,
-) -> int:
+) -> tuple[list[EpisodeSummary], int]:
     """Play each seed once: slot s of N plays seeds[s], seeds[s + N], …, then stands still.
 
     Args:
@@ -124,11 +102,13 @@ def play_seeds(
         draw: noise of the generator's actions; None: the generator acts by its mode.
         is_over: checked before every step; once it is true, playing stops.
 
-    Returns the number of seeds, counted from the first, that were played to their end: all of them unless `is_over` stopped it.
+    Returns the finished episodes, and the number of seeds, counted from the first, that were played to their end: all of them unless
+    `is_over` stopped it.
     """
     spec, num_slots, num_seeds = manager.spec, manager.num_slots, len(seeds)
     slots, place = np.arange(num_slots), np.arange(num_slots)  # `place`: index into `seeds` that each slot plays
     decisions, first = np.zeros(num_slots, np.int64), seeds[0]
+    watcher, finished = watcher or Watcher(), list[EpisodeSummary]()
     batch = manager.reset(EpisodeSeeds.held_out(first - HELD_OUT_START), reconfigure=reconfigure)
     observation = {key: part.copy() for key, part in batch.observation.items()}
 
@@ -161,23 +141,24 @@ def play_seeds(
         outcome = manager.recv(active)
         for key, part in outcome.observation.items():
             observation[key][active] = part
-        watcher.stepped(actions, outcome, observation, [episode for episode in outcome.episodes if left[episode.slot]])
-        over = [episode.slot for episode in outcome.episodes]
-        if outcome.aborted is not None:
-            over += outcome.slots[outcome.aborted].tolist()
+        ended = [episode for episode in outcome.episodes if left[episode.slot]]
+        watcher.stepped(actions, outcome, observation, ended)
+        for episode in ended:
+            finished.append(episode)
+            on_episode(episode)
+        aborted = [] if outcome.aborted is None else outcome.slots[outcome.aborted].tolist()
+        over = sorted([*(episode.slot for episode in outcome.episodes), *aborted])
         decisions += 1
         if decisions[active].max() > _MOST_DECISIONS:
             raise UserError(
                 f"An episode of '{spec.task}' has not ended in {_MOST_DECISIONS:,} decisions. Set a step limit: sim.max_episode_steps=…."
             )
         if over:
-            over.sort()
             decisions[over] = 0
             place[over] += num_slots
-            begin(
-                over if manager.autoreset or spec.steps_together else [slot for slot in over if place[slot] < num_seeds], manager.autoreset
-            )
-    return min(place[place < num_seeds].tolist(), default=num_seeds)
+            whole = manager.autoreset or spec.steps_together
+            begin(over if whole else [slot for slot in over if place[slot] < num_seeds], manager.autoreset)
+    return finished, min(place[place < num_seeds].tolist(), default=num_seeds)
 
 
 def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> list[EpisodeSummary]:

@@ -18,7 +18,7 @@ from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import SlotPump
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import span
-from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeSummary, Observation, StepBatch
+from embodied_rl.types import ActionLayout, Episode, EpisodeSummary, Observation, StepBatch
 
 if TYPE_CHECKING:
     from embodied_rl.rollout.batch_sinks import TrainingRecorder
@@ -30,10 +30,10 @@ _NOISE_BLOCK = 64
 class EpisodeNoise:
     """Randomness of one episode's actions, a function of only `key`: the order of arrival changes nothing."""
 
-    def __init__(self, action: ActionSpec | ActionLayout, key: Sequence[int]) -> None:
-        """`action`: layout of the policy's actions, or the simulator's action spec if the policy uses it."""
+    def __init__(self, layout: ActionLayout, key: Sequence[int]) -> None:
+        """`layout`: layout of the policy's actions."""
         self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-        self._layout = action if isinstance(action, ActionLayout) else ActionLayout.of(action)
+        self._layout = layout
         self._block = self._draw()
         self._used = 0
 
@@ -195,22 +195,16 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
 
     def _take_in(self, batch: StepBatch) -> None:
         """Note the outcomes of the actions; hand in episodes that ended, and queue the others for their next action."""
-        summaries = {episode.slot: episode for episode in batch.episodes}
-        self._in_step -= len(batch.slots)
-        for row, slot in enumerate(batch.slots.tolist()):
-            recorder = self._playing[slot]
-            if batch.aborted is not None and batch.aborted[row]:
-                self._fail(slot, recorder.assignment, "its simulator failed")
-                continue
+        for row, slot, recorder, summary in self._outcomes(batch):
             if recorder.action:  # not for the observation at the start
                 recorder.stepped(batch, row)
                 self.queue.progressed(recorder.assignment)
-            if slot in summaries:
+            if summary is not None:
                 self._stop(slot)
-                episode = self._episode(recorder, batch, row, summaries[slot])
+                episode = self._episode(recorder, batch, row, summary)
                 if recorder.recorded and self.recorder is not None:
                     self._record(self.recorder, recorder, episode)
-                self._hand_in(recorder.assignment, episode, partial(self._taken, recorder, summaries[slot]))
+                self._hand_in(recorder.assignment, episode, partial(self._taken, recorder, summary))
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
             else:

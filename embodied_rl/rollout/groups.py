@@ -203,14 +203,7 @@ class GroupCounts:
     """Number of groups that are unfinished, or finished and not yet consumed."""
 
     def figures(self, prefix: str = "groups/") -> dict[str, float]:
-        named = {
-            "consumed": self.consumed,
-            "filtered": self.filtered,
-            "stale": self.stale,
-            "failed": self.failed,
-            "in_flight": self.in_flight,
-        }
-        return {f"{prefix}{name}": float(count) for name, count in named.items()}
+        return {f"{prefix}{name}": float(count) for name, count in vars(self).items() if name != "admitted"}
 
     @property
     def add_up(self) -> bool:
@@ -305,7 +298,7 @@ class GroupQueue:
         self._open: dict[int, OpenGroup] = {}
         self._ready: dict[int, EpisodeGroup] = {}
         self._training: list[EpisodeGroup] = []
-        self._waiting: list[tuple[int, int, int]] = []  # heap of (group, member, attempt); entries of groups that are gone remain
+        self._waiting: list[tuple[int, int, int]] = []  # (group, member, attempt); entries of groups that are gone remain for a while
         self._redo: list[int] = []  # heap of group numbers that were in flight when the state was saved
         self._next_number = 0
         self._total = GroupCounts()
@@ -324,19 +317,15 @@ class GroupQueue:
         were rejected since the last batch.
         """
         with self._lock:
-            while self._waiting and not self._is_wanted(self._waiting[0]):
-                heapq.heappop(self._waiting)
-            if domain is not None:
-                chosen = self._first_of(domain)
-                if chosen is None:
+            while True:
+                self._waiting = [entry for entry in self._waiting if self._is_wanted(entry)]
+                own = [entry for entry in self._waiting if domain in (None, self._open[entry[0]].domain)]
+                if own:
+                    break
+                if not self._admit():
                     return None
-                self._waiting.remove(chosen)
-                heapq.heapify(self._waiting)
-                number, member, attempt = chosen
-            else:
-                if not self._waiting and not self._admit():
-                    return None
-                number, member, attempt = heapq.heappop(self._waiting)
+            number, member, attempt = chosen = min(own)
+            self._waiting.remove(chosen)
             assignment = self._open[number].start(member, attempt, self.version, self._clock())
             self._count_episodes(started=1, running=1)
             return assignment
@@ -560,15 +549,6 @@ class GroupQueue:
     def _num_held(self) -> int:
         return len(self._open) + len(self._ready) + len(self._training)
 
-    def _first_of(self, domain: str) -> tuple[int, int, int] | None:
-        """First waiting (group, member, attempt) of a domain; admits groups until there is one, or no free place."""
-        while True:
-            own = [entry for entry in self._waiting if self._is_wanted(entry) and self._open[entry[0]].domain == domain]
-            if own:
-                return min(own)
-            if not self._admit():
-                return None
-
     def _is_wanted(self, waiting: tuple[int, int, int]) -> bool:
         """Whether a waiting member can still join its group."""
         group = self._open.get(waiting[0])
@@ -588,7 +568,7 @@ class GroupQueue:
         seed = group_seed(self.seed, domain, number)
         self._open[number] = OpenGroup(number, domain, seed, self.version, greedy=domain in self._greedy)
         for member in range(self.config.rollouts_per_group):
-            heapq.heappush(self._waiting, (number, member, 0))
+            self._waiting.append((number, member, 0))
         self._count(domain, admitted=1, in_flight=1)
         return True
 
@@ -609,7 +589,7 @@ class GroupQueue:
         self._count_episodes(**{outcome: 1, "running": -1})
         self._reasons[f"episode {outcome}: {_first_line(reason)}"] += 1
         if assignment.attempt < self.config.max_retries:
-            heapq.heappush(self._waiting, (group.number, assignment.member, assignment.attempt + 1))
+            self._waiting.append((group.number, assignment.member, assignment.attempt + 1))
             return
         group.num_lost += 1
         if assignment.greedy:

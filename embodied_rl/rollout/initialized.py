@@ -25,6 +25,7 @@ from embodied_rl.config import InitializedConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.rollout.evaluation import play_each
 from embodied_rl.rollout.groups import Assignment
+from embodied_rl.rollout.observations import copied
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
@@ -669,27 +670,20 @@ class SnapshotCache:
         self._kept.clear()
 
     def _take_up(self, slots: Sequence[int], wanted: Mapping[int, Start], streams: Mapping[int, SeedStream]) -> dict[int, dict[str, Any]]:
-        snapshots = [self._snapshot(wanted[slot]) for slot in slots]
-        snapshots = [replace(one, stream=streams.get(slot, one.stream)) for slot, one in zip(slots, snapshots, strict=True)]
+        snapshots: list[Snapshot] = []
+        for slot in slots:
+            if (snapshot := self._kept.get(start := wanted[slot])) is None:
+                source = self._library.source_of(start)
+                snapshot = source.snapshot(start.step, task=self._manager.spec.task, chunk_size=self._manager.chunk_size)
+            snapshots.append(replace(snapshot, stream=streams.get(slot, snapshot.stream)))
         batch = self._manager.restore(slots, snapshots)
-        seen = {
-            int(slot): {
-                key: part[row].copy() if isinstance(part[row], np.ndarray) else part[row] for key, part in batch.observation.items()
-            }
-            for row, slot in enumerate(batch.slots)
-        }
+        rows = enumerate(batch.slots.tolist())
+        seen = {slot: {key: copied(part[row]) for key, part in batch.observation.items()} for row, slot in rows}
         self._note(snapshots, [self._manager.last_drift[slot] for slot in slots])
         new = [slot for slot in slots if wanted[slot] not in self._kept]
         if new:
             self._kept |= {wanted[slot]: snapshot for slot, snapshot in zip(new, self._manager.snapshot(new), strict=True)}
         return seen
-
-    def _snapshot(self, start: Start) -> Snapshot:
-        kept = self._kept.get(start)
-        if kept is not None:
-            return kept
-        source = self._library.source_of(start)
-        return source.snapshot(start.step, task=self._manager.spec.task, chunk_size=self._manager.chunk_size)
 
     def _note(self, snapshots: Sequence[Snapshot], drifts: Sequence[float | None]) -> None:
         replay = self._library.replay

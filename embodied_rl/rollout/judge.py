@@ -7,8 +7,6 @@ import math
 import re
 import string
 
-import numpy as np
-
 from embodied_rl.errors import UserError
 from embodied_rl.sim.text.opponents import OpenAIOpponent
 from embodied_rl.types import Episode
@@ -81,7 +79,7 @@ class OpenAIJudge:
             length=episode.num_steps,
             return_=f"{episode.episode_return:g}",
             outcome="that it succeeded" if episode.success else "that it did not succeed",
-            info=json.dumps(_plain(episode.metadata.get("final_info", {}))),
+            info=json.dumps(episode.metadata.get("final_info", {}), default=repr),
         )
 
 
@@ -95,11 +93,3 @@ def transcript(episode: Episode) -> str:
         said = "\n".join(f"{who}: {text}" for who, text in (("Environment", seen), ("Agent", did)) if text)
         lines.append(said or f"Step {step + 1}: reward {float(episode.reward[step]):g}")
     return "\n".join(lines)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)

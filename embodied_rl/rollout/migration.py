@@ -57,17 +57,13 @@ class SimHost:
         """Number of slots with a step in flight."""
         return len(self._in_flight)
 
-    def adopt(self, key: Key) -> int:
-        """Take over the episode that the manager has begun or restored in the first free slot; return the slot."""
-        return self._occupy(key)
-
     def slot_of(self, key: Key) -> int:
         """The manager's slot that plays an episode of this host."""
         return self._slots[key]
 
     def begin(self, key: Key, seed: int) -> None:
         """Start a new episode in a free slot, whose first observation is to be received. Raises ValueError when all slots are taken."""
-        slot = self._occupy(key)
+        slot = self.adopt(key)
         self.manager.begin([slot], [seed])
         self._in_flight.add(slot)
 
@@ -86,10 +82,6 @@ class SimHost:
         """{key: observation} of episodes that came from another host since the last call: they wait for their actions."""
         arrived, self._arrived = self._arrived, {}
         return arrived
-
-    def end(self, key: Key) -> None:
-        """End an episode and free its slot."""
-        self._vacate(key)
 
     def discard(self) -> None:
         """Forget all episodes, after `EnvManager.discard`."""
@@ -112,20 +104,20 @@ class SimHost:
             raise ValueError(f"Episodes {busy} have a step in flight: receive it first.")
         snapshots = self.manager.snapshot(slots)
         for key in keys:
-            self._vacate(key)
+            self.end(key)
         return dict(zip(keys, snapshots, strict=True))
 
     def give(self, states: Mapping[Key, Snapshot]) -> None:
         """Restore episodes in free slots; `arrived` returns their observations. Steps in flight here are not disturbed."""
-        slots = [self._occupy(key) for key in states]
+        slots = [self.adopt(key) for key in states]
         batch = self.manager.restore(slots, list(states.values()))
         rows = {int(slot): row for row, slot in enumerate(batch.slots)}
         for key, slot in zip(states, slots, strict=True):
             self._arrived[key] = {name: copied(part[rows[slot]]) for name, part in batch.observation.items()}
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
-
-    def _occupy(self, key: Key) -> int:
+    def adopt(self, key: Key) -> int:
+        """Give an episode the first free slot, and return it: the manager begins or restores it there.
+        Raises ValueError when all slots are taken, or the episode has one."""
         if key in self._slots:
             raise ValueError(f"Episode {key!r} already has a slot here.")
         if not self._free:
@@ -134,11 +126,16 @@ class SimHost:
         self._slots[key], self._keys[slot] = slot, key
         return slot
 
-    def _vacate(self, key: Key) -> None:
+    def end(self, key: Key) -> None:
+        """End an episode and free its slot."""
         slot = self._slots.pop(key)
         self._arrived.pop(key, None)
         del self._keys[slot]
         self._free.append(slot)
+
+
+_SAMPLED = ("token_ids", "log_prob", "sampling_log_prob", "version")
+"""Arrays [n] of a completion."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,10 +144,8 @@ class PartialAnswer:
 
     request: GenerationRequest
     """The original request."""
-    token_ids: tuple[int, ...] = ()
-    log_prob: tuple[float, ...] = ()
-    sampling_log_prob: tuple[float, ...] = ()
-    version: tuple[int, ...] = ()
+    so_far: Completion | None = None
+    """Completion with those tokens; None: there are none."""
 
     def rest(self) -> GenerationRequest:
         """Request for the remaining tokens: the tokens so far belong to its prompt.
@@ -159,14 +154,13 @@ class PartialAnswer:
         a move therefore differs from the one without a move (temperature 0 excepted), but is as likely.
         """
         request = self.request
-        if not self.token_ids:
+        if self.so_far is None or not (num_tokens := self.so_far.num_tokens):
             return request
-        seed = None if request.seed is None else derive_seed(request.seed, len(self.token_ids))
         return dataclasses.replace(
             request,
-            prompt_ids=np.concatenate([request.prompt_ids, np.asarray(self.token_ids, request.prompt_ids.dtype)]),
-            max_new_tokens=request.max_new_tokens - len(self.token_ids),
-            seed=seed,
+            prompt_ids=np.concatenate([request.prompt_ids, self.so_far.token_ids.astype(request.prompt_ids.dtype)]),
+            max_new_tokens=request.max_new_tokens - num_tokens,
+            seed=None if request.seed is None else derive_seed(request.seed, num_tokens),
             messages=None,
         )
 
@@ -182,30 +176,14 @@ class PartialAnswer:
                 f"Request {self.request.request_id} was answered in text without token ids, and cannot continue elsewhere: only backends "
                 "with tokens (torch, vllm) can move answers."
             )
-        return PartialAnswer(
-            self.request,
-            (*self.token_ids, *completion.token_ids.tolist()),
-            (*self.log_prob, *completion.log_prob.tolist()),
-            (*self.sampling_log_prob, *completion.sampling_log_prob.tolist()),
-            (*self.version, *completion.version.tolist()),
-        )
+        return PartialAnswer(self.request, self.whole(completion))
 
     def whole(self, last: Completion) -> Completion:
         """Completion of the original request; `last` is the completion of `rest`."""
-        if not self.token_ids:
+        if self.so_far is None:
             return last
-        all_of = self.plus(last)
-        return Completion.of(
-            last.request_id,
-            all_of.token_ids,
-            all_of.log_prob,
-            all_of.sampling_log_prob,
-            all_of.version,
-            last.finish_reason,
-            limit=last.limit,
-            failure=last.failure,
-            text=last.text,
-        )
+        before, after = vars(self.so_far), vars(last)
+        return dataclasses.replace(last, **{name: np.concatenate([before[name], after[name]]) for name in _SAMPLED})
 
 
 class TokenHost:

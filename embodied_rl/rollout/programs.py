@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from embodied_rl.agents.agent import Agent, PromptTokenizer
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
@@ -31,7 +29,6 @@ from embodied_rl.errors import UserError
 from embodied_rl.files import append_row
 from embodied_rl.generation.tokens import TokenBackend, as_trained
 from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.rollout.batch_sinks import record_turns
 from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, BatchNeverFullError, GroupQueue
 from embodied_rl.rollout.queue_pump import QueuePump
@@ -360,8 +357,8 @@ class ProgramCollector(QueuePump):
         if self.recorder is not None:
             texts = [*episode.observation["text"].tolist(), str(episode.final_observation["text"])]
             success = last_only(len(episode.turns), episode.success)
-            ends = {"terminated": True, "truncated": False, "greedy": whose.greedy}
-            record_turns(self.recorder, whose, episode.turns, [{"text": text} for text in texts], success.tolist(), **ends)
+            seen = [{"text": text} for text in texts]
+            self.recorder.finished_turns(whose, episode.turns, seen, success.tolist(), terminated=True, truncated=False)
         self._hand_in(whose, episode)
 
     def _look(self) -> None:
@@ -392,7 +389,8 @@ def episode_of_session(
 
     Turns keep their own rewards; the last turn gets the rest of `reward`, the sum of all. `sampling`: the session's; None: temperature 1.
     """
-    order = [number for path in captured.trajectories() for number in _counted(path.turn)]
+    # The turns whose tokens are in each trajectory's mask, in their order there.
+    order = [number for path in captured.trajectories() for number in dict.fromkeys(path.turn[path.turn >= 0].tolist())]
     # Turns without tokens (aborted at once) contain nothing to learn from.
     sampling = sampling or SessionSampling(0)
     turns = [_turn(captured, captured.turns[number], tokenizer, sampling) for number in order if len(captured.turns[number].sampled_ids)]
@@ -402,11 +400,6 @@ def episode_of_session(
         turns, terminated=True, truncated=False, success=success, seed=seed, domain=domain, final_text=f"reward {reward:g}", greedy=greedy
     )
     return dataclasses.replace(episode, metadata={**episode.metadata, "task": task or {}, "session": captured.session})
-
-
-def _counted(turn: np.ndarray) -> list[int]:
-    """Numbers of the turns whose tokens are in a trajectory's mask, in their order there."""
-    return [int(number) for number in dict.fromkeys(turn[turn >= 0].tolist())]
 
 
 def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokenizer, sampling: SessionSampling) -> Turn:
@@ -551,12 +544,6 @@ class ProgramManager(Simulators):
             terminated=isinstance(played.outcome, CapturedSession),
             final_info=info,
         )
-
-    def __enter__(self) -> ProgramManager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> EnvManager | ProgramManager:

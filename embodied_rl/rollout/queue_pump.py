@@ -6,7 +6,7 @@ import abc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import SnapshotCache, Start, StartLibrary
 from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import Episode, EpisodeGroup, Rollout
+from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout, StepBatch
 
 
 def batch_figures(queue: GroupQueue, groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
@@ -214,6 +214,16 @@ class SlotPump(QueuePump, Generic[Playing]):
         self.manager.release(slot)
         self._idle.append(slot)
         self._idle.sort()
+
+    def _outcomes(self, batch: StepBatch) -> Iterator[tuple[int, int, Playing, EpisodeSummary | None]]:
+        """(row, slot, its episode, summary if it ended) of each slot that has stepped; ends those whose simulator failed."""
+        self._in_step -= len(batch.slots)
+        ended = {episode.slot: episode for episode in batch.episodes}
+        for row, slot in enumerate(batch.slots.tolist()):
+            if batch.aborted is not None and batch.aborted[row]:
+                self._fail(slot, self._playing[slot].assignment, "its simulator failed")
+            else:
+                yield row, slot, self._playing[slot], ended.get(slot)
 
     def _fail(self, slot: int, assignment: Assignment, why: str) -> None:
         """End the slot's episode as failed: it cannot continue, or cannot be learned from."""

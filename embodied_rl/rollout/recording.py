@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -33,21 +32,6 @@ from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, Observation, SimSpec, StepBatch
 
 
-@dataclass(frozen=True)
-class Played:
-    """A player's actions for n observations; None: not known. With chunks of K steps each part but `value` has an axis [n, K, ...]."""
-
-    action: Any
-    """Actions [n, A] in the simulator's units, or n texts; [n, K, A] for chunks."""
-    sampled_action: np.ndarray | None = None
-    """Actions [n, A] normalised and unclipped; int64 action tokens for a policy that gives tokens."""
-    log_prob: np.ndarray | None = None
-    """Log-probabilities [n, L] under the acting policy; for chunks [n, K, L / K], the units of each step."""
-    value: np.ndarray | None = None
-    """Values [n]; None for chunks: the value inside a chunk is not known."""
-    version: int | None = None
-
-
 class Player(Protocol):
     """Chooses the actions of a recording: an expert or a generator."""
 
@@ -56,8 +40,18 @@ class Player(Protocol):
     layout: ActionLayout | None
     """Layout of the player's actions; None: the simulator's own, step by step."""
 
-    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
-        """Actions for all rows; `noise` [n, noise_width] as for `Generator.send`, None if `draws` is False."""
+    def act(self, seen: Split, noise: np.ndarray | None) -> dict[str, Any]:
+        """{column: [n, ...]} of the actions for all rows, in arrays of their own; columns that are not known are left out. With chunks of K
+        steps each has an axis [n, K, ...]. The columns, in this order:
+
+        - action: [n, A] in the simulator's units, or n texts.
+        - sampled_action: [n, A] normalised and unclipped; int64 action tokens for a policy that gives tokens.
+        - log_prob: [n, L] under the acting policy; for chunks [n, K, L / K], the units of each step.
+        - value: [n]; not known inside chunks.
+        - policy_version: [n]
+
+        `noise`: [n, noise_width] as for `Generator.send`, None if `draws` is False.
+        """
 
 
 class ExpertPlayer:
@@ -66,9 +60,9 @@ class ExpertPlayer:
     draws = False
     layout: ActionLayout | None = None
 
-    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
+    def act(self, seen: Split, noise: np.ndarray | None) -> dict[str, Any]:
         assert seen.expert_action is not None, "the simulator was made without an expert"
-        return Played(seen.expert_action.copy())
+        return {"action": seen.expert_action.copy()}
 
 
 class GeneratorPlayer:
@@ -88,32 +82,28 @@ class GeneratorPlayer:
         self._generator, self._action = generator, action
         self._value: Callable[[Observation], np.ndarray] | None = generator.value if values and generator.has_values else None
 
-    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
+    def act(self, seen: Split, noise: np.ndarray | None) -> dict[str, Any]:
         num_rows = len(next(iter(seen.observation.values())))
         self._generator.send(np.arange(num_rows), seen.observation, noise)
         acted = self._generator.recv()
-        if self.layout is not None and self.layout.chunk_size > 1:
-            done = done_in_steps(acted, acted.for_simulator(self._action, self.layout.chunk_size))
-            return Played(done["action"], done.get("sampled_action"), done["log_prob"] if self.draws else None, version=acted.version)
-        # An action with more than one number per unit (a denoising chain) cannot be stored.
-        kept = self.layout is None or self.layout.width == self.layout.num_units
-        value = None if self._value is None else self._value(seen.observation)
-        return Played(
-            action=acted.for_simulator(self._action),
-            sampled_action=acted.action if kept else None,
-            log_prob=acted.log_prob if self.draws else None,
-            value=value if value is None or value.ndim == 1 else value[:, 0],
-            version=acted.version,
-        )
+        chunk_size = 1 if self.layout is None else self.layout.chunk_size
+        done = done_in_steps(acted, acted.for_simulator(self._action, chunk_size))
+        known = ("action", "sampled_action", "log_prob") if self.draws else ("action", "sampled_action")
+        columns = {name: np.array(done[name]) for name in known if name in done}
+        if self._value is not None and chunk_size == 1:
+            value = self._value(seen.observation)
+            columns["value"] = np.array(value if value.ndim == 1 else value[:, 0], np.float64)
+        return columns | {"policy_version": np.full(done["log_prob"].shape[:-1], acted.version)}
 
 
 @dataclass
 class ChunkInPlay:
     """Chunk that a slot is playing."""
 
-    played: Played
+    columns: Mapping[str, Any]
+    """{column: [n, K, ...]} that the player gave."""
     row: int
-    """Row of the slot in `played`."""
+    """Row of the slot in the columns."""
     number: int
     """Number of the chunk in its episode."""
     next: int = 0
@@ -121,14 +111,12 @@ class ChunkInPlay:
 
     @property
     def is_over(self) -> bool:
-        return self.next >= self.played.action.shape[1]
+        return self.next >= self.columns["action"].shape[1]
 
     def take(self) -> dict[str, Any]:
         """Return {column: value} of the next step, and advance."""
-        parts = {name: getattr(self.played, name) for name in ("action", "sampled_action", "log_prob")}
-        row = {name: part[self.row, self.next] for name, part in parts.items() if part is not None}
         self.next += 1
-        return {**row, "policy_version": self.played.version, "chunk": self.number}
+        return {**{name: rows[self.row, self.next - 1] for name, rows in self.columns.items()}, "chunk": self.number}
 
 
 _AHEAD = 4
@@ -484,7 +472,7 @@ class Recorder:
         if not slots:
             return
         if self._layout.chunk_size == 1:
-            self._acted[index] = _columns(self._ask(group, seen, slots), len(group), self._manager.spec.action)
+            self._acted[index] = self._ask(group, seen, slots)
         else:
             self._acted[index] = self._next_of_chunks(group, seen, slots)
         marks = self._snapshots(slots)
@@ -493,14 +481,17 @@ class Recorder:
         self._manager.send(_as_range(slots), _rows(self._acted[index]["action"], [slot - group.start for slot in slots]))
         self._moving[index] = sorted([*self._moving[index], *slots])
 
-    def _ask(self, group: range, seen: Split, slots: Sequence[int]) -> Played:
-        """The player's actions for all rows of the group; the episodes of `slots` provide their noise."""
-        noise = None
+    def _ask(self, group: range, seen: Split, slots: Sequence[int]) -> dict[str, Any]:
+        """The player's columns for all rows of the group; the episodes of `slots` provide their noise."""
+        noise, action = None, self._manager.spec.action
         if self._player.draws:
             noise = np.zeros((len(group), self._layout.noise_width), np.float32)
             for slot in slots:
                 noise[slot - group.start] = self._playing[slot].noise.next()
-        return self._player.act(seen, noise)
+        columns = self._player.act(seen, noise)
+        acted = columns["action"]
+        # The type of the simulator's slab.
+        return {**columns, "action": [str(one) for one in acted] if action.kind == "text" else np.asarray(acted, action.dtype)}
 
     def _next_of_chunks(self, group: range, seen: Split, slots: Sequence[int]) -> dict[str, Any]:
         """{column: [rows of the group, ...]} of the next chunk step of each slot.
@@ -518,7 +509,7 @@ class Recorder:
             chunk = self._playing[slot].chunk
             assert chunk is not None, "it was asked for"
             for name, value in chunk.take().items():
-                part = np.asarray(value, self._manager.spec.action.dtype if name == "action" else None)
+                part = np.asarray(value)
                 if name not in columns:
                     columns[name] = np.zeros((len(group), *part.shape), part.dtype)
                 columns[name][slot - group.start] = part
@@ -553,19 +544,6 @@ def _room(spec: SimSpec, num_slots: int) -> dict[str, np.ndarray]:
     """Empty observation arrays of a group; pictures for people are left out."""
     tensors = {key: np.zeros((num_slots, *part.shape), part.dtype) for key, part in spec.tensors.items() if not key.startswith(IMAGE)}
     return tensors | {key: np.full(num_slots, None, dtype=object) for key in spec.variables}
-
-
-def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any]:
-    """{column: [n, ...]} of the known parts, in the form of `BatchSinks`; copies, because the player may reuse its arrays."""
-    columns = {
-        # The type of the simulator's slab.
-        "action": [str(one) for one in played.action] if action.kind == "text" else np.array(played.action, action.dtype),
-        "sampled_action": copy(played.sampled_action),
-        "log_prob": copy(played.log_prob),
-        "value": None if played.value is None else np.array(played.value, np.float64),
-        "policy_version": None if played.version is None else np.full(num_rows, played.version),
-    }
-    return {name: rows for name, rows in columns.items() if rows is not None}
 
 
 def _rows(column: np.ndarray | list[str], rows: Sequence[int]) -> np.ndarray | list[str]:

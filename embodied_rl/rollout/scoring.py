@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,25 +21,6 @@ from embodied_rl.types import Episode
 
 Score = Callable[[Episode], float]
 """Function from an episode to a reward beside the simulator's; must be deterministic for repeatable runs."""
-
-
-class Scorer(Protocol):
-    """Scores episodes in the background."""
-
-    def submit(self, episode: Episode) -> int:
-        """Begin to score an episode; return its number at once."""
-
-    def ready(self) -> list[tuple[int, Episode | str]]:
-        """(number, episode with its new rewards, or the reason for failure) of everything scored since the last call, by number."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a score is ready, at most `timeout_s`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics ``reward_worker/…``: episodes scored and failed in the whole run, and their mean score since the last call;
-        ``roles/score_s``: seconds per score."""
-
-    def close(self) -> None: ...
 
 
 def load_score(target: str, kwargs: Mapping[str, Any]) -> Score:
@@ -82,8 +64,8 @@ def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"])
     return dataclasses.replace(episode, reward=reward, chunk_reward=chunks, metadata=metadata)
 
 
-class ScoreLog:
-    """Episodes that are being scored: applies scores when they arrive, and gives up those that take too long."""
+class Scorer(abc.ABC):
+    """Scores episodes in the background: applies scores when they arrive, and gives up those that take too long."""
 
     def __init__(self, combine: Literal["add", "replace"], timeout_s: float) -> None:
         self._combine, self._timeout_s = combine, timeout_s
@@ -91,83 +73,92 @@ class ScoreLog:
         self._num_begun = 0
         self._scores: list[float] = []
         self._seconds: list[float] = []
-        self.num_scored = self.num_failed = 0
+        self._num_scored = self._num_failed = 0
 
-    def begin(self, episode: Episode) -> int:
-        """Note an episode that is being scored; return its number, 0, 1, …"""
+    def submit(self, episode: Episode) -> int:
+        """Begin to score an episode; return its number, 0, 1, …, at once."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
         self._pending[number] = (episode, time.monotonic())
+        self._ask(number, episode)
         return number
 
-    def settle(self, found: Mapping[int, float | str]) -> list[tuple[int, Episode | str]]:
-        """Convert scores (or reasons for failure) that have arrived to the result of `Scorer.ready`."""
-        now = time.monotonic()
+    def ready(self) -> list[tuple[int, Episode | str]]:
+        """(number, episode with its new rewards, or the reason for failure) of everything scored since the last call, by number."""
+        found, now = self._found(), time.monotonic()
         settled: list[tuple[int, Episode | str]] = []
         for number, score in found.items():
             if number not in self._pending:
                 continue  # already given up
             episode, since = self._pending.pop(number)
             if isinstance(score, str):
-                self.num_failed += 1
+                self._num_failed += 1
                 settled.append((number, score))
                 continue
-            self.num_scored += 1
+            self._num_scored += 1
             self._scores.append(score)
             self._seconds.append(now - since)
             settled.append((number, rewarded(episode, score, self._combine)))
         late = [number for number, (_, since) in self._pending.items() if now - since > self._timeout_s]
         for number in late:
             del self._pending[number]
-            self.num_failed += 1
+            self._num_failed += 1
             settled.append((number, f"no score after {self._timeout_s:g} s (hybrid.reward_worker.timeout_s)"))
         return sorted(settled, key=lambda item: item[0])
 
+    @abc.abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a score is ready, at most `timeout_s`."""
+
     def metrics(self) -> dict[str, float]:
-        figures = {"reward_worker/scored": float(self.num_scored), "reward_worker/failed": float(self.num_failed)}
+        """Metrics ``reward_worker/…``: episodes scored and failed in the whole run, and their mean score since the last call;
+        ``roles/score_s``: seconds per score."""
+        figures = {"reward_worker/scored": float(self._num_scored), "reward_worker/failed": float(self._num_failed)}
         if self._scores:
             figures |= {"reward_worker/score": float(np.mean(self._scores)), "roles/score_s": float(np.mean(self._seconds))}
         self._scores, self._seconds = [], []
         return figures
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop scoring; unscored episodes are dropped."""
 
-class ThreadScorer:
-    """Scores in threads of this process: for rules, and for services over the network. Implements `Scorer`."""
+    @abc.abstractmethod
+    def _ask(self, number: int, episode: Episode) -> None:
+        """Let a worker score an episode."""
+
+    @abc.abstractmethod
+    def _found(self) -> dict[int, float | str]:
+        """{number: score or reason for failure} of what the workers have scored since the last call."""
+
+
+class ThreadScorer(Scorer):
+    """Scores in threads of this process: for rules, and for services over the network."""
 
     def __init__(self, score: Score, *, num_workers: int, combine: Literal["add", "replace"], timeout_s: float) -> None:
+        super().__init__(combine, timeout_s)
         self._score = score
         self._todo: queue.SimpleQueue[tuple[int, Episode] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, float | str]] = queue.SimpleQueue()
         self._some = threading.Event()
-        self._log = ScoreLog(combine, timeout_s)
         # Daemon threads: a service that never answers does not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, name=f"reward_worker_{n}", daemon=True) for n in range(num_workers)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, episode: Episode) -> int:
-        number = self._log.begin(episode)
-        self._todo.put((number, episode))
-        return number
-
-    def ready(self) -> list[tuple[int, Episode | str]]:
-        self._some.clear()
-        found: dict[int, float | str] = {}
-        while not self._done.empty():
-            number, score = self._done.get_nowait()
-            found[number] = score
-        return self._log.settle(found)
-
     def wait(self, timeout_s: float) -> None:
         with waiting:
             self._some.wait(timeout_s)
 
-    def metrics(self) -> dict[str, float]:
-        return self._log.metrics()
-
     def close(self) -> None:
-        """Stop the threads; unscored episodes are dropped."""
         for _ in self._threads:
             self._todo.put(None)
+
+    def _ask(self, number: int, episode: Episode) -> None:
+        self._todo.put((number, episode))
+
+    def _found(self) -> dict[int, float | str]:
+        self._some.clear()
+        return dict(self._done.get_nowait() for _ in range(self._done.qsize()))
 
     def _work(self) -> None:
         while (task := self._todo.get()) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -225,19 +225,15 @@ def ascending(slots: Slots, actions: Actions | Sequence[int]) -> tuple[Slots, An
     return [int(slots[row]) for row in order], [actions[row] for row in order]
 
 
-def rows_of(batch: StepBatch, group: range) -> StepBatch:
-    """A group's share of a batch of all slots, as views."""
-    rows = slice(group.start, group.stop)
-    return StepBatch(
-        slots=batch.slots[rows],
-        observation={key: part[rows] for key, part in batch.observation.items()},
-        reward=batch.reward[rows],
-        terminated=batch.terminated[rows],
-        truncated=batch.truncated[rows],
-        success=batch.success[rows],
-        final_observation={key: part[rows] for key, part in batch.final_observation.items()},
-        episodes=(),
-    )
+def rows_of(batch: StepBatch, rows: slice | np.ndarray) -> StepBatch:
+    """These rows of a batch, as views if `rows` is a slice; without its episodes."""
+    taken: dict[str, Any] = {"episodes": ()}
+    for name, part in vars(batch).items():
+        if isinstance(part, Mapping):
+            taken[name] = {key: values[rows] for key, values in part.items()}
+        elif name not in taken:
+            taken[name] = None if part is None else part[rows]
+    return StepBatch(**taken)
 
 
 def joined(batches: Sequence[StepBatch]) -> StepBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -125,6 +125,12 @@ class Simulators:
 
     def close(self) -> None:
         """End everything that was started; may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _no_steps(self) -> RuntimeError:
         return RuntimeError(f"{type(self).__name__} plays whole episodes and cannot be stepped.")

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -399,12 +398,6 @@ class WorkerSimulators(Simulators):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # ---- how slots are stepped ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.learning.devices import _openblas, compute_threads, set_compute_threads
-from embodied_rl.roles import ray_generation
+from embodied_rl.roles import ray_roles
 from tests.learning.samples import CONFIG, make_batch, make_policy, rollout_learner, update
 
 
@@ -61,7 +61,7 @@ def test_turns_do_not_overlap_and_end_after_an_error() -> None:
 def test_an_actor_that_generates_has_one_thread_for_good() -> None:
     functions, before = _openblas(), set_compute_threads(3, 2)
     try:
-        ray_generation._one_thread()
+        ray_roles._one_thread()
         gc.collect()
         assert torch.get_num_threads() == 1
         assert functions is None or functions[0]() == 1

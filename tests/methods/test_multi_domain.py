@@ -218,7 +218,7 @@ def test_a_server_that_never_answers_ends_the_run_with_its_reason(tmp_path: Path
     server = TokenServer(lambda exchange: exchange.json({"error": {"message": "no such model: m"}}, 404))
     mix = f"generation.mix={{baseline: {{share: 0.5, base_url: '{server.base_url}', model: m, num_slots: 4}}}}"
     try:
-        with pytest.raises(UserError, match=r"answered none of the first 8 requests \(rejected after 1 attempts each: .*no such model"):
+        with pytest.raises(UserError, match=r"answered none of the first 8 requests \(rejected after 1 attempt: .*no such model"):
             run(tmp_path / "run", "sim=frozenlake", "sim.num_slots=4", "agent.actions=[up, down, left, right]", mix, "total_steps=120")
     finally:
         server.close()

@@ -111,7 +111,7 @@ def test_a_policy_that_sees_acts_on_each_host(tmp_path: Path, three_gpus: str) -
 def test_a_host_that_is_lent_has_no_copy_until_it_is_back(tmp_path: Path) -> None:
     """What an actor does, in this process: afterwards it acts with the weights that came meanwhile."""
     pytest.importorskip("ray")
-    from embodied_rl.roles.ray_generation import GenerationWorker
+    from embodied_rl.roles.ray_roles import GenerationWorker
 
     words = [*RUNS["ppo_cnn"], SHARED, "hybrid.cluster=ray", "hybrid.ray.gpus={generation: 0.5, train: 0.5}"]
     config = configured(tmp_path, *words)

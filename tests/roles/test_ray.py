@@ -55,10 +55,11 @@ def test_a_robots_run_trains_while_the_other_host_plays(tmp_path: Path, session:
 
 def test_requests_of_a_turn_reach_each_host_together(tmp_path: Path, session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that share a forward pass do not depend on the clock: a host that looks up after each step answers as one that never does."""
-    from embodied_rl.roles import ray_generation
+    from embodied_rl.roles import ray_roles
+    from embodied_rl.roles.ray_calls import call_named
 
     def answered(moment_s: float) -> tuple[list[int], list[tuple[int, list[float]]]]:
-        monkeypatch.setattr(ray_generation, "_MOMENT_S", moment_s)
+        monkeypatch.setattr(ray_roles, "_MOMENT_S", moment_s)
         sent: list[int] = []
 
         class Here:
@@ -70,10 +71,10 @@ def test_requests_of_a_turn_reach_each_host_together(tmp_path: Path, session: An
             def remote(self, name: object, what: str, *arguments: Any) -> Any:
                 if what == "submit":
                     sent.append(len(arguments[0]))
-                return session.put(("value", ray_generation._OF_TOKENS[what](self.backend, *arguments)))
+                return session.put(("value", call_named(self.backend, ray_roles._OF_TOKENS, what, *arguments)))
 
         model = tiny_policy(tmp_path).generation_model()
-        hosts = [ray_generation.RayHostTokens(Here(TorchTokens(model)), ("", ""), False, True, "cpu") for _ in range(2)]
+        hosts = [ray_roles.RayHostTokens(Here(TorchTokens(model)), ("", ""), False, True, "cpu") for _ in range(2)]
         tokens = MultiplexedTokens(hosts, DeviceLease(HostPlan(2, 1, 2)), 8, lambda version, tensors: None)
         asked = [
             GenerationRequest(request_id=number, prompt_ids=np.arange(3 + number), max_new_tokens=12, seed=number) for number in range(7)

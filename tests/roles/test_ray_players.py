@@ -13,7 +13,7 @@ from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster
-from embodied_rl.roles.ray_cluster import needs_of, nodes_of_players, prepare
+from embodied_rl.roles.ray_cluster import needs_of, nodes_of, prepare
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, curve, trained
 
@@ -101,10 +101,10 @@ def test_what_players_need() -> None:
 
 def test_the_nodes_of_players() -> None:
     devices = Cluster(ClusterConfig((NodesConfig(count=2, cores=8, gpus=2),)))
-    assert nodes_of_players(devices.select(["0-1/cpu"]), "env", 4) == [0, 0, 1, 1]
-    assert nodes_of_players(devices.select(["1/gpu:0-1"]), "generation", 2) == [1, 1]
+    assert nodes_of(devices.select(["0-1/cpu"]), "env", 4, players=4) == [0, 0, 1, 1]
+    assert nodes_of(devices.select(["1/gpu:0-1"]), "generation", 2, players=2) == [1, 1]
     with pytest.raises(UserError, match=r"role env 2 nodes, and there are 3 players.*a multiple of 2"):
-        nodes_of_players(devices.select(["0-1/cpu"]), "env", 3)
+        nodes_of(devices.select(["0-1/cpu"]), "env", 3, players=3)
 
 
 def test_players_of_a_cluster_divide_groups(tmp_path: Path) -> None:

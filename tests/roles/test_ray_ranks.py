@@ -22,7 +22,7 @@ from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.hybrid.weight_sync import pack_tensors
-from embodied_rl.roles.ray_cluster import Need, needs_of, nodes_of_ranks, prepare, why_never
+from embodied_rl.roles.ray_cluster import Need, needs_of, nodes_of, prepare, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
@@ -242,23 +242,23 @@ def test_what_ranks_need_is_divided_among_them() -> None:
 
 def test_the_nodes_of_ranks() -> None:
     devices = Cluster(ClusterConfig((NodesConfig(count=2, cores=8, gpus=2),)))
-    assert nodes_of_ranks(devices.select(["0-1/gpu:*"]), 4) == [0, 0, 1, 1]
-    assert nodes_of_ranks(devices.select(["1/gpu:0", "0/gpu:0-1"]), 3) == [0, 0, 1]
-    assert nodes_of_ranks(devices.select(["0-1/cpu"]), 4) == [0, 0, 1, 1]
-    assert nodes_of_ranks(devices.select(["1/gpu:0-1"]), 1) == [1]
+    assert nodes_of(devices.select(["0-1/gpu:*"]), "train", 4) == [0, 0, 1, 1]
+    assert nodes_of(devices.select(["1/gpu:0", "0/gpu:0-1"]), "train", 3) == [0, 0, 1]
+    assert nodes_of(devices.select(["0-1/cpu"]), "train", 4) == [0, 0, 1, 1]
+    assert nodes_of(devices.select(["1/gpu:0-1"]), "train", 1) == [1]
     with pytest.raises(UserError, match=r"role train 4 GPUs, and hybrid\.sharding has 2 ranks"):
-        nodes_of_ranks(devices.select(["0-1/gpu:*"]), 2)
+        nodes_of(devices.select(["0-1/gpu:*"]), "train", 2)
     with pytest.raises(UserError, match=r"role train 2 nodes, and training has 3 ranks"):
-        nodes_of_ranks(devices.select(["0-1/cpu"]), 3)
+        nodes_of(devices.select(["0-1/cpu"]), "train", 3)
     with pytest.raises(UserError, match=r"role train 2 nodes, and training has 1 rank \(hybrid.sharding is null\)"):
-        nodes_of_ranks(devices.select(["0-1/cpu"]), 1)
+        nodes_of(devices.select(["0-1/cpu"]), "train", 1)
 
 
 def test_a_rank_builds_a_language_model_of_the_files_that_it_was_given(tmp_path: Path) -> None:
     """Of a run that keeps other domains' steps too: the folder that the driver names is on another machine."""
     pytest.importorskip("ray")
     from embodied_rl.methods.language_player import model_files
-    from embodied_rl.roles.ray_ranks import RankWorker
+    from embodied_rl.roles.ray_training import RankWorker
 
     (tmp_path / "run").mkdir()
     with Trainer(configured(tmp_path / "run", *TEXTS), tmp_path / "run", command="test") as trainer:

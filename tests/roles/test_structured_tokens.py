@@ -89,7 +89,7 @@ def an_actor(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.Te
     pytest.importorskip("ray")
     from embodied_rl.hybrid.weight_sync import RayPublisher
     from embodied_rl.roles.ray_cluster import prepare
-    from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
+    from embodied_rl.roles.ray_roles import GenerationWorker, RayActing
 
     ray = prepare(RayConfig())
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")

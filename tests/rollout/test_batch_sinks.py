@@ -168,7 +168,7 @@ def test_batches_of_other_arrays_each_time_are_written_as_rows_are(tmp_path: Pat
                 rows = [0, 2] if step in (20, 21, 40) else None
                 snapshots = [b"x", None, None] if step == 30 else None
                 given = {"action": rng.normal(size=(3, 2)).astype(np.float32), "value": rng.random(3)}
-                moving += bool(sinks._moving)
+                moving += any(known.moved is not None for known in sinks._known.values())
                 for row in sinks.step_batch(batch, given, rows=rows, snapshots=snapshots):
                     sinks.finish(row)
                     sinks.start(row, next(seeds), batch.observation, row)
