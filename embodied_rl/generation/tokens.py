@@ -538,7 +538,7 @@ class TokenView(TokenBackend):
         self._backend = backend
         self._owners: dict[int, tuple[TokenView, int]] = {} if other is None else other._owners
         """{the backend's request id: its view, and the id there}, of all views."""
-        self._next_id = itertools.count() if other is None else other._next_id
+        self._next_id: Iterator[int] = itertools.count() if other is None else other._next_id
         self._numbers: dict[int, int] = {}
         self._ready: list[Completion] = []
 

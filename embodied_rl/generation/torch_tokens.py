@@ -650,11 +650,12 @@ class TorchTokens(Stepwise):
             logits = self._vision.exclude(logits)
         uniform = torch.tensor([row.uniform.random() for row in rows], dtype=torch.float64, device=logits.device)
         allowed = None if self._structures is None else self._structures.allowed([row.matcher for row in rows], logits.device)
-        settings = (
-            torch.tensor([vars(row.request)[name] for row in rows], dtype=dtype, device=logits.device)
-            for name, dtype in (("temperature", torch.float64), ("top_p", torch.float64), ("top_k", torch.int64))
-        )
-        sampled: SampledTokens = sample_tokens(logits, *settings, uniform, allowed)
+
+        def of_each(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([vars(row.request)[name] for row in rows], dtype=dtype, device=logits.device)
+
+        temperature, top_p, top_k = of_each("temperature", torch.float64), of_each("top_p", torch.float64), of_each("top_k", torch.int64)
+        sampled: SampledTokens = sample_tokens(logits, temperature, top_p, top_k, uniform, allowed)
         self._take_top(rows, logits)
         columns = (sampled.token.tolist(), sampled.log_prob.tolist(), sampled.sampling_log_prob.tolist())
         for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=True):

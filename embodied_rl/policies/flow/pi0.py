@@ -81,7 +81,8 @@ class PI0Model(VelocityModel[PI0Context]):
         self.observation_keys = observation_keys
         config = self.pi0.config
         self.latent = (int(config.chunk_size), int(config.max_action_dim))
-        self.num_features = int(cast("PretrainedConfig", config.vlm_config).text_config.hidden_size)
+        self.vlm_config = cast("PretrainedConfig", config.vlm_config)
+        self.num_features = int(self.vlm_config.text_config.hidden_size)
 
     def context(self, observation: Mapping[str, Any]) -> PI0Context:
         """Encode the parts of `PI0Policy.prepare`."""
@@ -210,7 +211,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
         for key in options.cameras:
             images = numpy_of(observation[key])
             check_images(images, key)
-            pictures.append(np.stack([letterbox(image, int(config.vlm_config.vision_config.image_size)) for image in images]))
+            pictures.append(np.stack([letterbox(image, int(self.model.vlm_config.vision_config.image_size)) for image in images]))
         rows = len(pictures[0])
         state = np.zeros((rows, int(config.max_state_dim)), np.float32)
         if options.state_key is not None:
@@ -226,7 +227,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
 
     def _prompts(self, instructions: list[str]) -> tuple[Tensor, Tensor]:
         """``<image>…<image><bos>{instruction}\\n`` as ids and mask [B, P] int64, padded on the right."""
-        config, options = self.model.pi0.config.vlm_config, self.reads
+        config, options = self.model.vlm_config, self.reads
         patches = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         images = [int(config.image_token_id)] * (patches**2 * len(options.cameras))
         start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
