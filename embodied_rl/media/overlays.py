@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import overload
 
 import numpy as np
-from PIL import Image, ImageDraw
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.config.building import Config
@@ -125,6 +124,8 @@ def _wrapped(text: str, frame: np.ndarray) -> list[str]:
 def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> np.ndarray:
     """Pictures of several cameras side by side below a band with their names."""
     named = np.concatenate([np.full((look.strip(1), frame.shape[1], 3), BAND, np.uint8), frame])
+    from PIL import Image, ImageDraw
+
     image = Image.fromarray(named)
     draw = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
@@ -143,6 +144,8 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
         action: [A] in the simulator's units; [1] the number of a choice; None: the band stays empty.
         spec: the simulator's action spec: numbers.
     """
+    from PIL import Image, ImageDraw
+
     look, size = TextLook.of(frame), min(frame.shape[:2])
     # Dimensions without room are left out: the first ones are shown.
     room = frame.shape[1] - 2 * look.pad
@@ -255,6 +258,8 @@ class Pictures(Sequence[np.ndarray]):
 
 def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) -> np.ndarray:
     """A coloured band [h, width, 3] with a policy's name, for tiles of this height."""
+    from PIL import Image, ImageDraw
+
     look = TextLook.of(np.empty((max(tile_height, _SHORTEST_PIXELS), max(width, _SHORTEST_PIXELS), 0)))
     height = look.line + 2 * look.pad
     image = Image.new("RGB", (width, height + height % 2), colour)
