@@ -105,7 +105,7 @@ def broken() -> None:
 
 @pytest.mark.parametrize(
     ("sim", "name", "value"),
-    [("cartpole", "env", None), ("key_door", "state", np.zeros(3)), ("pixel_reach", "data", {}), ("metaworld_mt10", "episode", None)],
+    [("cartpole", "env", None), ("key_door", "state", np.zeros(3)), ("pixel_reach", "state", {}), ("metaworld_mt10", "episode", None)],
 )
 def test_a_snapshot_of_another_form_is_one_line(sim: str, name: str, value: object) -> None:
     config = load_sim_config(sim)
