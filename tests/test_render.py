@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -333,7 +334,8 @@ def test_a_film_goes_into_the_logs_of_its_run(cartpole: Path, tmp_path: Path, lo
     shutil.copytree(cartpole, run, symlinks=True)
     if log == "wandb":
         pytest.importorskip("wandb")
-    TensorBoardLogger(run).log(10, {"episode/return": 2.0})
+    with closing(TensorBoardLogger(run)) as before:
+        before.log(10, {"episode/return": 2.0})
     main([f"checkpoint={run}", f"output={tmp_path / 'films'}", "size=32", "num_episodes=1", "format=mp4", f"log={log}"])
     (movie,) = (tmp_path / "films").iterdir()
     if log == "wandb":
