@@ -75,10 +75,11 @@ class Learner:
         objective: Objective[Any, Any],
         executor: Executor,
         compute_threads: int,
+        ranks: RankExecutor | None = None,
     ) -> None:
         """`compute_threads`: threads of one operation on the CPU. See `make_learner`."""
         self.policy, self.config, self.objective, self.executor = policy, config, objective, executor
-        self.ranks = executor if isinstance(executor, RankExecutor) else None
+        self.ranks = ranks
         """The executor, if `hybrid.sharding` divides the policy; None: it is trained whole in this process."""
         self.compute_threads = compute_threads
         self.has_reference = False
@@ -288,7 +289,8 @@ def make_learner(
     if one_thread and executor is None:
         num_threads = hybrid.rank_threads or 1
     if hybrid.sharding is not None:
-        return Learner(policy, config, objective, RankExecutor(policy, config, hybrid, device, ranks), num_threads)
+        divided = RankExecutor(policy, config, hybrid, device, ranks)
+        return Learner(policy, config, objective, divided, num_threads, divided)
     if executor is not None:
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:

@@ -34,6 +34,7 @@ from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner
 from embodied_rl.methods.starts import Starts, give_starts
+from embodied_rl.methods.stored import StoredLearner
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
@@ -383,7 +384,7 @@ def build_run(
     languages: Mapping[str, LanguagePolicy] = MappingProxyType({}),
     ranks: RankHost | None = None,
     starts: Starts | None = None,
-    kind: type[StreamsMethod] = StreamsMethod,
+    kind: Callable[..., StreamsMethod] = StreamsMethod,
 ) -> RunComponents:
     """Build what learns from streams, and with `here` what plays them; otherwise another process plays, and the connection to it sets the
     method's `collector`.
@@ -394,7 +395,7 @@ def build_run(
         generator: publishes to the process that plays; None: another process runs warm starts and publishes.
         languages: language policies that are already built.
         starts: start libraries of the streams' episodes, which the rollout worker has too.
-        kind: class of the method.
+        kind: maker of the method.
 
     Raises:
         UserError: as the makers of policies, learners and backends do.
@@ -413,12 +414,14 @@ def build_run(
         generator = StreamGenerators(streams, speaking, playing) if streams[0].domain else streams[0].generator
         assert generator is not None, "all streams play here"
     divided = max(policies, key=lambda name: (name in speaking, sum(part.numel() for part in policies[name].parameters())))
+    stored: dict[str, StoredLearner[Any]] = {}
     learners = {
-        name: _learner(config, streams, policy, name, run_dir, generator, ranks, divided=divided) for name, policy in policies.items()
+        name: _learner(config, streams, policy, speaking.get(name), stored, name, run_dir, generator, ranks, divided=divided)
+        for name, policy in policies.items()
     }
     of = {stream.domain: stream.policy for stream in streams}
     trained = RunPolicies(policies, speaking, of) if streams[0].domain else policies[""]
-    method = kind(config, streams, learners, run_dir, queue, divided=divided)
+    method = kind(config, streams, learners, stored, run_dir, queue, divided=divided)
     acting = [stream.generator for stream in streams if stream.generator is not None and not stream.plays_groups]
     method.play_by(make_collector(streams, queue), acting)
     if starts is not None:
@@ -451,6 +454,8 @@ def _learner(
     config: TrainConfig,
     streams: Sequence[Stream],
     policy: Any,
+    language: LanguagePolicy | None,
+    stored: dict[str, StoredLearner[Any]],
     name: str,
     run_dir: Path,
     generator: Generator | None,
@@ -458,23 +463,25 @@ def _learner(
     *,
     divided: str,
 ) -> PolicyLearner:
-    """The learner of the policy `name`; ranks train the policy `divided`."""
+    """The learner of the policy `name`, which is `language` or another; ranks train the policy `divided`. Adds it to `stored` if it learns
+    from stored steps."""
     own = [stream for stream in streams if stream.is_own and stream.policy == name]
     configs = {stream.domain: stream.config for stream in own}
     # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
     of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
     if name != divided:
         of_update = dataclasses.replace(of_update, hybrid=dataclasses.replace(of_update.hybrid, sharding=None))
-    if not isinstance(policy, LanguagePolicy):
+    if language is None:
         if of_update.algorithm.on_policy:
             learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
             return learn(of_update, configs, policy, ranks)
         keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
-        return keep(of_update, own, policy, run_dir, ranks)
+        stored[name] = keep(of_update, own, policy, run_dir, ranks)
+        return stored[name]
     sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
     if ranks is not None and name == divided:
-        ranks.take_model(model_files(policy))
-    learner = TokenLearner(of_update, configs, policy, sampling, ranks)
+        ranks.take_model(model_files(language))
+    learner = TokenLearner(of_update, configs, language, sampling, ranks)
     if generator is not None:
         learner.generator = generator
         wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]

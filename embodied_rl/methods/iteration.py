@@ -39,6 +39,7 @@ class StreamsMethod(Method):
         config: TrainConfig,
         streams: Sequence[Stream],
         learners: Mapping[str, PolicyLearner],
+        stored: Mapping[str, StoredLearner[Any]],
         run_dir: Path,
         queue: GroupQueue | None = None,
         *,
@@ -48,6 +49,7 @@ class StreamsMethod(Method):
         Args:
             streams: streams without a collector are played in another process; the connection to it sets the method's collector.
             learners: {name of the policy (`Stream.policy`): its learner}.
+            stored: those of the learners that store their steps.
             run_dir: folder for what is written at the end of the run.
             queue: group queue that the streams' collectors fill; None: no groups are played here.
             divided: name of the policy that ranks train, in this run or in the one that wrote its checkpoint.
@@ -56,8 +58,8 @@ class StreamsMethod(Method):
         self.divided = divided
         self.queue = queue or (None if config.algorithm.groups is None else make_queue(config, streams))
         self.starts = Starts(streams)
-        self._stored = {name: own for name, own in learners.items() if isinstance(own, StoredLearner)}
-        self._reading = {name: own for name, own in self._stored.items() if not own.config.algorithm.plays}
+        self._stored = dict(stored)
+        self._reading = {name: own for name, own in stored.items() if not own.config.algorithm.plays}
         """The stored learners that learn from recordings only."""
         self._max_staleness = max(stream.config.algorithm.max_staleness for stream in streams)
         """Largest allowed staleness of rollouts, in versions."""

@@ -272,8 +272,8 @@ def _action_charts(policy: PolicyResult) -> str:
     for dim in range(min(MAX_DIMENSIONS, policy.examples[0].recorded.shape[1])):
         for example in policy.examples:
             steps = range(len(example.recorded))
-            pairs = (("recorded", example.recorded, "dots"), ("predicted", example.predicted, "line"))
-            series = [Series(name, steps, rows[:, dim].tolist(), colour, kind) for colour, (name, rows, kind) in enumerate(pairs)]
+            recorded, predicted = (rows[:, dim].tolist() for rows in (example.recorded, example.predicted))
+            series = [Series("recorded", steps, recorded, 0, "dots"), Series("predicted", steps, predicted, 1)]
             title = f"{policy.label}, action {dim}: episode {example.number}, seed {example.seed}"
             charts.append(line_chart(title, series, x_label="steps"))
     return "".join(charts)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,10 @@ class TrainedApart(StreamsMethod):
     _worker: Actor = None
     _rank_workers: Sequence[Actor] = ()
 
+    def __init__(self, run: RayRun, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        run.apart = self
+
     def begin(self, run: RemoteWorker, cluster: RayCluster) -> None:
         """Start the worker and the other ranks. Raises UserError when they cannot start."""
         assert run.policy is not None, "take_policy comes first"
@@ -417,6 +422,9 @@ class TrainedApart(StreamsMethod):
 class RayRun(RemoteWorker):
     """Rollout workers and the training worker as actors; closing them ends the cluster."""
 
+    apart: TrainedApart | None = None
+    """The method whose learning half is an actor."""
+
     def __init__(self, config: TrainConfig) -> None:
         """Raises UserError as `RayCluster` does."""
         self._cluster = RayCluster(config.hybrid)
@@ -428,15 +436,15 @@ class RayRun(RemoteWorker):
         return RayTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
 
     @property
-    def method(self) -> type[StreamsMethod]:
+    def method(self) -> Callable[..., StreamsMethod]:
         """See `RemoteWorker.method`: its learning half is an actor, unless the method keeps the steps that it learns from."""
-        return super().method if self.config.keeps_steps else TrainedApart
+        return super().method if self.config.keeps_steps else functools.partial(TrainedApart, self)
 
     def connect(self, method: StreamsMethod) -> None:
         """See `RemoteWorker.connect`. Raises UserError when the actor of the learning half cannot start."""
-        if isinstance(method, TrainedApart):
-            method.begin(self, self._cluster)
-            self.at_close.callback(method.close)
+        if self.apart is not None:
+            self.apart.begin(self, self._cluster)
+            self.at_close.callback(self.apart.close)
         super().connect(method)
 
     def ranks(self, hybrid: HybridConfig) -> RankHost | None:

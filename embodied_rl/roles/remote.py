@@ -113,8 +113,8 @@ class RemoteWorker(Simulators):
         return None
 
     @property
-    def method(self) -> type[StreamsMethod]:
-        """Class of the method that learns from what the worker plays."""
+    def method(self) -> Callable[..., StreamsMethod]:
+        """Maker of the method that learns from what the worker plays."""
         return StreamsMethod
 
     def connect(self, method: StreamsMethod) -> None:
