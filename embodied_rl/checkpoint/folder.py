@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -51,7 +51,7 @@ from embodied_rl.files import (
 )
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.specs import spec_differences
-from embodied_rl.trust import CHECKPOINT, UntrustedCode, require_trusted, sign
+from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
@@ -416,15 +416,21 @@ def _are_sums(found: object) -> bool:
 
 
 def _read_config(path: Path, check: Callable[..., None] | None = None) -> TrainConfig:
-    """`check` gets what was read, and the bytes that it was read from, before anything is built from it."""
-    try:
+    """`check` gets what was read, and the bytes that it was read from, before anything is built from it: what is signed, checked and used
+    are the same bytes."""
+    with _reading(path):
         content = read_regular(path)
         plain = parse_yaml(content)
-        if check is not None:
-            check(plain, content=content)
+    if check is not None:
+        check(plain, content=content)
+    with _reading(path):
         return TrainConfig.from_dict(plain)
-    except UntrustedCode:
-        raise
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. {_OTHER}") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:  # UserError is a ValueError
@@ -538,8 +544,8 @@ class CheckpointWriter:
 
         def write() -> None:
             try:
-                copy = None if described is None else partial(shutil.copytree, described, dirs_exist_ok=True)
-                save_checkpoint(self.run_dir, step, policy=copied[0], learner=copied[1], describe=copy, **content)
+                move = None if described is None else partial(os.rename, described)  # onto the empty folder
+                save_checkpoint(self.run_dir, step, policy=copied[0], learner=copied[1], describe=move, **content)
             except BaseException as error:  # `wait` raises it, in the thread that asked
                 self._failure.append(error)
             finally:

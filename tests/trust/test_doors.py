@@ -197,7 +197,7 @@ def test_the_allow_list(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(UntrustedCode):
                 load_checkpoint(path)
     listed.write_text("tests.trust: yes", encoding="utf-8")
-    with pytest.raises(UserError, match="must be a YAML list of names"):
+    with pytest.raises(UserError, match=f"^'{listed}' must be a YAML list of names"):
         load_checkpoint(path)
 
 
