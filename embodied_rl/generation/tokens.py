@@ -469,14 +469,15 @@ class Stepwise(TokenBackend):
         with self._turn():
             if self._paused_before is not None:
                 return 0
+            freed = self._free()
             self._paused_before, self._paused = self._paused, True
-            return self._free()
+            return freed
 
     def restore_memory(self) -> None:
         with self._turn():
             if self._paused_before is not None:
+                self._refill()  # first: if it fails (out of memory), nothing is sampled without it, and it can be tried again
                 self._paused, self._paused_before = self._paused_before, None
-                self._refill()
 
     def close(self) -> None:
         """Drop requests in flight."""

@@ -461,9 +461,8 @@ class TorchTokens(Stepwise):
 
     def close(self) -> None:
         """Drop requests and cache."""
-        super().close()
         with self._turn():
-            self._rows, self._kept = [], {}
+            self._growing, self._ready, self._rows, self._kept = {}, [], [], {}
             self._waiting.clear()
             self._cache.free(1)
 

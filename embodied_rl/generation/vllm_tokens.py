@@ -442,4 +442,4 @@ class VLLMTokens(tokens.Stepwise):
                 self._engine.abort_request([str(number) for number in self._growing])
                 self._engine = None
                 self._finalizer()
-        super().close()
+            self._growing, self._ready = {}, []

@@ -316,7 +316,7 @@ def test_abort_keeps_what_was_sampled(policy: LanguagePolicy) -> None:
     }
 
 
-def test_pause_and_resume_change_nothing(policy: LanguagePolicy) -> None:
+def test_pause_and_release_of_memory_change_nothing(policy: LanguagePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests(5, new=25)
     undisturbed = TorchTokens(policy.generation_model())
     undisturbed.submit(asked)
@@ -331,6 +331,13 @@ def test_pause_and_resume_change_nothing(policy: LanguagePolicy) -> None:
     assert time.monotonic() - start >= 0.1
     assert backend.num_in_flight == 5 - len(got)
     backend.resume()
+    assert backend.release_memory() > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_run_prompts", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            backend.restore_memory()
+    assert backend.poll(min_ready=5, timeout_s=0.0) == [], "nothing is sampled without its memory"
+    backend.restore_memory()
     got |= finish(backend, 5 - len(got))
     assert all(got[number].token_ids.tolist() == wanted[number].token_ids.tolist() for number in wanted)
 
