@@ -150,12 +150,12 @@ class VisionLanguageModel(nn.Module):
         described = "the parts of OpenVLA-OFT" if self.oft is None else self.oft.parts
         if not path.exists():
             raise UserError(f"'{path}' is missing: it holds {described} (docs/openvla.md shows how to make it).")
-        state, wanted = read_safetensors(path, dtype=dtype, device=device), self._parts()
-        missing = [name for name in wanted if name not in state]
+        state, whole = read_safetensors(path, dtype=dtype, device=device), self.state_dict()
+        places = {name: stored for name in whole if (stored := _name_in_parts(name)) is not None}
+        missing = [stored for stored in places.values() if stored not in state]
         if missing:
             raise UserError(f"'{path}' lacks '{missing[0]}' and {len(missing) - 1} more of {described}.")
-        whole: dict[str, Tensor] = {name: state.get(_name_in_parts(name) or "", tensor) for name, tensor in self.state_dict().items()}
-        load_state(self, whole, str(path))
+        load_state(self, whole | {name: state[stored] for name, stored in places.items()}, str(path))
 
     # ---- what a policy computes ---------------------------------------------------------------------------------------
 
