@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -324,9 +323,13 @@ def write_videos(pictures: Sequence[np.ndarray], base: Path, film: Film) -> list
 
 def free_names(base: Path, formats: Sequence[str]) -> list[Path]:
     """File names with one number for all formats of a video, which none of them uses yet."""
-    names = itertools.chain([base.name], (f"{base.name}_{number}" for number in itertools.count(2)))
-    tried = ([base.with_name(f"{name}.{suffix}") for suffix in formats] for name in names)
-    return next(paths for paths in tried if not any(path.exists() for path in paths))
+    number = 1
+    while True:
+        name = base.name if number == 1 else f"{base.name}_{number}"
+        paths = [base.with_name(f"{name}.{suffix}") for suffix in formats]
+        if not any(path.exists() for path in paths):
+            return paths
+        number += 1
 
 
 def file_name(text: str) -> str:

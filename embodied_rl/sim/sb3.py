@@ -58,7 +58,7 @@ class SB3VecEnv(VecEnv):
         for slot in range(self.num_envs):
             info = info_row(step_info, slot)
             if done[slot]:
-                final = info.pop("final_info")
+                final = info.pop("final_info", {})
                 info["terminal_observation"] = info.pop("final_obs")
                 info["TimeLimit.truncated"] = bool(truncated[slot] and not terminated[slot])
                 if "episode" in final:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """PCI classes of devices that compute: VGA, 3D and other display controllers, processing accelerators."""
 _PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", re.IGNORECASE)
+_WARNED = 14
+"""Exit status of nvidia-smi that lists the GPUs, and warns that an infoROM is damaged."""
 _DRIVER_S = 60.0
 """Seconds that NVIDIA's driver has to answer: without persistence mode it starts every GPU first."""
 
@@ -57,29 +60,35 @@ def _by_address(found: Iterable[tuple[str, str | None, str]]) -> list[Gpu]:
 
 
 def sysfs_gpus(root: Path) -> list[Gpu]:
-    """NVIDIA's and AMD's GPUs below ``sys/bus/pci/devices``, by PCI address; in a container, all GPUs of the machine."""
+    """NVIDIA's and AMD's GPUs below ``sys/bus/pci/devices``, by PCI address; in a container, all GPUs of the machine, except those of
+    NVIDIA that its driver's own list, which containers have for themselves, leaves out."""
+    listed = {folder.name for folder in (root / "proc/driver/nvidia/gpus").glob("*")}
     found = []
     for folder in (root / "sys/bus/pci/devices").glob("*"):
         vendor, kind = ((folder / name).read_text().strip() if (folder / name).is_file() else "" for name in ("vendor", "class"))
         if vendor in _VENDORS and kind.startswith(_CLASSES):
-            found.append((folder.name, None, _VENDORS[vendor]))
+            name = _VENDORS[vendor]
+            if name != "NVIDIA" or not listed or folder.name in listed:
+                found.append((folder.name, None, name))
     return _by_address(found)
 
 
 def driver_gpus() -> list[Gpu] | None:
-    """GPUs that NVIDIA's driver shows to this process, by PCI address; None if the driver is not installed.
+    """GPUs that NVIDIA's driver shows to this process, by PCI address; None if nvidia-smi, which asks it, is not installed.
 
     Raises UserError with the driver's message if it is installed and fails (after an update without a restart, say).
     """
+    if shutil.which("nvidia-smi") is None:
+        return None
     command = ["nvidia-smi", "--query-gpu=pci.bus_id,uuid,name", "--format=csv,noheader"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout.splitlines()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
+        if done.returncode not in (0, _WARNED):
+            raise ValueError(done.stdout + done.stderr or f"exit status {done.returncode}")
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("WARNING")]
         return _by_address((pci, uuid, name) for pci, uuid, name in (line.split(", ", 2) for line in lines))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        said = error.stdout if isinstance(error, subprocess.CalledProcessError) else error
-        raise UserError(f"NVIDIA's driver does not answer ({brief(said, 200)}). Does nvidia-smi work here?") from error
+        raise UserError(f"NVIDIA's driver does not answer ({brief(error, 200)}). Does nvidia-smi work here?") from error
 
 
 def visible_gpus(found: Sequence[Gpu], visible: str | None) -> tuple[list[Gpu], str]:

@@ -249,7 +249,9 @@ class ManagerVectorEnv(VectorEnv):
             }
             for slot in np.flatnonzero(batch.done).tolist():
                 last = row_of(self._copy({key: part[slot : slot + 1] for key, part in batch.final_observation.items()}), 0)
-                infos = self._add_info(infos, {"final_obs": last, "final_info": ends.get(slot, {})}, slot)  # aborted episodes have no end
+                infos = self._add_info(infos, {"final_obs": last}, slot)
+                if slot in ends:  # aborted episodes have no end
+                    infos = self._add_info(infos, {"final_info": ends[slot]}, slot)
         return self._copy(batch.observation), batch.reward.astype(np.float64), batch.terminated.copy(), batch.truncated.copy(), infos
 
     def render(self) -> tuple[np.ndarray, ...]:

@@ -30,7 +30,7 @@ from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.transport import PENDING, Doorbell, Slab, slab_layout
+from embodied_rl.sim.transport import PENDING, Doorbell, Slab
 
 # ---- life of a keeper's child (a manager's worker or a service's environment): set-up, simulators, requests, faults, end ----
 
@@ -226,13 +226,14 @@ def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
 def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], sims: list[SimEnv], facts: dict[str, Any]) -> None:
     channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **facts})
     assignment, payload, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
-    slab = Slab(slab_layout(sims[0].spec, *(assignment[name] for name in ("num_slots", "num_workers", "chunk_size"))), fd)
+    slab = Slab(assignment["layout"], fd)
     if placement := assignment["placement"]:
         apply_placement(*placement)
     runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]
     worker = Worker(channel, runners, slab, released, spins=assignment["spins"])
     try:
         channel.answer({"kind": "done", "drift": worker.resume(payload) if payload else {}})
+        del payload  # saved episodes may be large
         worker.run()
     except ChannelClosed:
         return

@@ -259,7 +259,8 @@ _FIRST_FLOOR_S = 60.0
 
 class Patience:
     """Timeout for answers: `longest_s`. With `built_s`, the seconds that building the simulators took, it is learned from earlier answers:
-    ten times the longest (before the first: of `built_s`), at least 20 s (60 s until each of `num_workers` has answered)."""
+    ten times the longest (before the first: of `built_s`), at least 20 s (60 s until each of `num_workers` has answered), at most
+    `longest_s`."""
 
     def __init__(self, longest_s: float, num_workers: int = 0, built_s: float | None = None) -> None:
         self._most_s, self._num_workers, self._built_s = longest_s, num_workers, built_s
@@ -381,7 +382,8 @@ class WorkerPool:
             raise UserError(f"The workers' simulators differ: {[spec.to_dict() for spec in specs]}.")
         if self.spec.action.kind == "text" and self.plan.chunk_size > 1:
             raise UserError(f"Task '{self.spec.task}' takes text, which has no chunks: chunk_size must be 1, got {self.plan.chunk_size}.")
-        self.slab = Slab(slab_layout(self.spec, self.plan.num_slots, self.plan.num_workers, self.plan.chunk_size))
+        self._layout = slab_layout(self.spec, self.plan.num_slots, self.plan.num_workers, self.plan.chunk_size)
+        self.slab = Slab(self._layout)
         self.has_slab, arrays = True, self.slab.arrays
         arrays["stepping"][:] = -1
         self.state = arrays["slot_state"][: self.plan.num_slots].data
@@ -412,9 +414,11 @@ class WorkerPool:
     def share(self, index: int, episodes: bytes = b"") -> None:
         """Send a worker the slab, its slots and the `episodes` to resume before it steps; it answers once it has."""
         worker = self.workers[index]
-        names = ("num_slots", "num_workers", "chunk_size", "autoreset", "max_episode_steps", "success_ends_episode")
+        names = ("num_slots", "chunk_size", "autoreset", "max_episode_steps", "success_ends_episode")
         assignment = {
             **{name: vars(self.plan)[name] for name in names},
+            # Not computed there: a worker's equal spec may list its parts in another order, and a later worker may have newer code.
+            "layout": self._layout,
             "worker": index,
             "runs": [[run.start, run.stop] for run in self.runs[index]],
             "spins": self._spins,

@@ -48,6 +48,14 @@ def test_lockstep_arithmetic_and_autoreset() -> None:
         assert [(e.episode_return, e.length, e.success_once, e.index) for e in batch.episodes] == [(6.0, 3, True, 0)] * 4
 
 
+def test_workers_that_list_their_parts_in_another_order_share_one_layout() -> None:
+    with EnvManager(SimFactory("tests.sim.toy:TurnedSim"), 3, num_workers=2, seeds=EpisodeSeeds.held_out(0)) as manager:
+        assert manager.reset().observation["state"][:, 0].tolist() == [HELD_OUT_START + slot for slot in range(3)]
+        batch = manager.step(np.full((3, 1), 2.0))
+        assert batch.observation["state"][:, 1:].tolist() == [[1, 2]] * 3
+        assert (batch.observation["rgb"] == 1).all()
+
+
 def test_time_limit_and_success_truncate() -> None:
     with make(length=100, max_episode_steps=2) as manager:
         manager.reset()

@@ -151,6 +151,8 @@ def test_gpus_of_sysfs_come_by_address_and_without_other_devices(tmp_path: Path)
     assert [gpu.pci for gpu in sysfs_gpus(root)] == [A100, H100, "abcd:00:00.0", "10000:01:00.0"]
     assert [(gpu.index, gpu.node) for gpu in Topology.read(root).gpus] == [(0, 0), (1, 1), (2, 1), (3, 0)]
     assert Topology.read(root, with_gpus=False).gpus == ()
+    (root / "proc/driver/nvidia/gpus" / H100).mkdir(parents=True)  # a container that was given one of them
+    assert [gpu.pci for gpu in sysfs_gpus(root)] == [H100]
 
 
 def test_gpus_of_the_driver_find_their_node_in_spite_of_their_spelling(tmp_path: Path) -> None:
@@ -197,6 +199,7 @@ def test_visible_devices_that_are_not_understood_are_named(entry: str) -> None:
             [(A100, "GPU-41", "Test GPU"), (H100, "GPU-C1", "Test, GPU")],
         ),
         ("", []),
+        ("00000000:41:00.0, GPU-41, Test GPU\nWARNING: infoROM is corrupted at gpu 0000:41:00.0\nexit 14", [(A100, "GPU-41", "Test GPU")]),
         ("GPU 0 is lost\n", None),
         ("Failed to initialize NVML: Driver/library version mismatch\nexit 18", None),
     ],

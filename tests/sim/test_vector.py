@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +17,7 @@ from gymnasium.wrappers import vector as wrappers
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.factory import SimFactory
+from embodied_rl.sim.faults import FaultPolicy
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.spaces import row_of
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -131,6 +134,17 @@ def test_the_info_of_an_end_is_laid_out_as_gymnasiums_is() -> None:
     assert ended.any()
     assert (infos["final_info"]["episode"]["r"][ended] == infos["final_info"]["episode"]["l"][ended]).all()
     assert (infos["final_info"]["episode"]["l"][ended] > 0).all()
+
+
+def test_an_episode_that_was_given_up_has_no_final_info() -> None:
+    manager = EnvManager(SimFactory("tests.sim.toy:CountingSim"), 2, num_workers=2, faults=FaultPolicy(recovery="restart"))
+    with closing(ManagerVectorEnv(manager)) as vector:
+        vector.reset(seed=0)
+        assert "aborted" not in vector.step(np.ones((2, 1)))[-1]
+        os.kill(manager.worker_pids()[1], signal.SIGKILL)
+        *_, truncated, infos = vector.step(np.ones((2, 1)))
+        assert truncated.tolist() == infos["aborted"].tolist() == infos["_final_obs"].tolist() == [False, True]
+        assert "final_info" not in infos
 
 
 def test_a_list_of_seeds_is_that_of_the_slots_first_episodes() -> None:

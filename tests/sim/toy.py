@@ -131,6 +131,15 @@ class UnseenSim(CountingSim):
         self.spec = dataclasses.replace(self.spec, can_render=False)
 
 
+class TurnedSim(CountingSim):
+    """Lists the parts of its observation in another order if it has one environment."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs, image=True)
+        if num_envs == 1:
+            self.spec = dataclasses.replace(self.spec, observation=dict(reversed(self.spec.observation.items())))
+
+
 class SplitCountingSim(CountingSim):
     """The same, writing observations where it is asked to; its info counts those of the running episode (`together`: all step at once)."""
 
