@@ -16,7 +16,7 @@ import sys
 import time
 
 from embodied_rl.distributed.channel import can_be_read
-from embodied_rl.distributed.processes import start_module
+from embodied_rl.distributed.processes import start_module, started
 from embodied_rl.sim.keeper import parents
 
 _LOOK_S = 0.5
@@ -32,8 +32,10 @@ class ClusterWatch:
     def __init__(self) -> None:
         """Start the process; it watches the servers that this process starts from now on."""
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_module("embodied_rl.roles.ray_watch", os.getpid(), theirs.fileno(), pass_fds=(theirs.fileno(),))
+        # It outlives the driver, so it must not hold the driver's output open.
+        with theirs, open(os.devnull, "wb") as nowhere:
+            number = theirs.fileno()
+            self._process = start_module("embodied_rl.roles.ray_watch", os.getpid(), number, pass_fds=(number,), output=nowhere)
         self.note()
 
     def note(self) -> None:
@@ -60,7 +62,8 @@ class _Watcher:
     def watch(self) -> None:
         """Watch until the driver ends or closes the connection."""
         poll = select.poll()
-        with contextlib.suppress(ProcessLookupError):
+        # A connection is reset if the driver closes it without having read an answer.
+        with contextlib.suppress(ProcessLookupError, ConnectionError):
             poll.register(driver := os.pidfd_open(self._driver), select.POLLIN)
             poll.register(self._connection, select.POLLIN)
             while True:
@@ -121,6 +124,7 @@ def _has_ended(handle: int) -> bool:
 def main() -> None:
     """Watch until the driver ends, then end the leftover processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started()
     watcher = _Watcher(int(sys.argv[1]), int(sys.argv[2]))
     watcher.watch()
     watcher.end()

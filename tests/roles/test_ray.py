@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.torch_tokens import TorchTokens
@@ -25,6 +27,7 @@ from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
 from embodied_rl.roles.device_lease import DeviceLease, HostPlan
 from embodied_rl.roles.multiplexed import MultiplexedTokens
 from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
+from embodied_rl.roles.ray_watch import ClusterWatch
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.agents.samples import tiny_policy
@@ -279,6 +282,16 @@ def test_what_others_hold_is_waited_for_and_then_refused(session: Any) -> None:
         RayCluster(impatient)
     holding.close()
     RayCluster(patient).close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clusters are watched on Linux only")
+def test_the_watch_of_a_cluster_ends_in_order_if_its_answer_was_not_read() -> None:
+    """As when Ctrl-C interrupts the driver: the connection is then reset, and what is left of the cluster must still be ended."""
+    watch = ClusterWatch()
+    watch._socket.sendall(b"\n")
+    assert can_be_read(watch._socket.fileno(), timeout_s=60.0)
+    watch.close()
+    assert watch._process.returncode == 0
 
 
 def test_whether_actors_fit_the_nodes() -> None:

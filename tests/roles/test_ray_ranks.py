@@ -81,7 +81,7 @@ def test_ranks_on_two_nodes_are_ranks_here(tmp_path: Path, cluster: Any, task: l
     (tmp_path / "ray").mkdir()
     with Trainer(config, tmp_path / "ray", command="test") as trainer:
         method: Any = trainer.method
-        actors = [method._worker, *method._ranks]
+        actors = [method._worker, *method._rank_workers]
         assert len({node_of(ray, actor) for actor in actors}) == len(actors) == 2
         pids = [pid_of(ray, actor) for actor in actors]
         trainer.run()
@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(
     def kill_then_publish(self: Trainer) -> None:
         if self.iteration == 3 and not killed:
             method: Any = self.method
-            killed.append(pid_of(ray, method._ranks[0]))
+            killed.append(pid_of(ray, method._rank_workers[0]))
             os.kill(killed[0], signal.SIGKILL)
         original(self)
 
@@ -154,7 +154,7 @@ def test_a_rank_whose_node_is_removed_is_named_and_the_run_resumes_on_another(
     def remove_then_publish(self: Trainer) -> None:
         if self.iteration == 3 and not removed:
             method: Any = self.method
-            removed.extend(pid_of(ray, actor) for actor in (method._worker, *method._ranks))
+            removed.extend(pid_of(ray, actor) for actor in (method._worker, *method._rank_workers))
             cluster.remove_node(cluster.second, allow_graceful=False)
         original(self)
 
@@ -213,7 +213,7 @@ def test_ranks_go_to_the_nodes_that_are_named(tmp_path: Path, cluster: Any) -> N
     with Trainer(configured(tmp_path / "run", *words), tmp_path / "run", command="test") as trainer:
         head = next(node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
         method: Any = trainer.method
-        assert [node_of(ray, actor) == head for actor in (method._worker, *method._ranks)] == [True, False]
+        assert [node_of(ray, actor) == head for actor in (method._worker, *method._rank_workers)] == [True, False]
         trainer.run()
     assert len(curve(tmp_path / "run")) >= 1
 
