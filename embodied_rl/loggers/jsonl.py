@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def history_until(run_dir: Path, step: int) -> str:
     """The whole lines of a run's metrics.jsonl up to a step. Raises OSError if the file cannot be read."""
-    rows = [(json.loads(line), line) for line in _whole_lines(run_dir / METRICS_FILE)]
+    rows = ((json.loads(line), line) for line in _whole_lines(run_dir / METRICS_FILE))
     return "".join(line for row, line in rows if isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= step)
 
 

@@ -347,7 +347,7 @@ def evaluation_section(run: RunData) -> str:
         for name, document in run.evaluations.items()
         for one in document.get("evaluations") or [document]
     ]
-    if {cells[2] for cells, _ in rows} == {run.task}:
+    if {text(cells[2]) for cells, _ in rows} == {text(run.task)}:
         columns, rows = ("file", "policy", "seeds"), [(cells[:2], one) for cells, one in rows]
     parts.append(card(_figure_grid(columns, rows), "Later evaluations"))
     for name, document in run.evaluations.items():

@@ -214,7 +214,8 @@ def test_a_damaged_figure_is_left_out_and_named(tmp_path: Path, changes: dict[st
     (run / "faults.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in faults))
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 10**400, "train/kl": 1.0}) + "\n")
-    (run / "comparison.json").write_text(json.dumps({"evaluations": [{"success_interval_95": 5}, 1], "comparisons": [pair, "none"]}))
+    played = [{"success_interval_95": 5, "task": {"name": "Toy-v0"}}, 1]
+    (run / "comparison.json").write_text(json.dumps({"evaluations": played, "comparisons": [pair, "none"]}))
     text = page(write_report([run, run]))[1].text + page(write_report([run]))[1].text
     said = [f"comparison.json, {where}" for where in ("evaluations, 1 is", "comparisons, 0, success, difference is")]
     said += [
