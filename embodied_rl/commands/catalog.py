@@ -222,7 +222,9 @@ def print_entries(kind: str) -> None:
     found = entries(kind)
     # Eighty columns have no room for a command in each row; it is the same for all, and printed below.
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
-    left_out = {"task", "command"} if narrow else set() if any(entry.task for entry in found) else {"task"}
+    left_out = {"task", "command"} if narrow else set()
+    if not any(entry.task for entry in found):
+        left_out.add("task")
     rows = []
     for entry in found:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"

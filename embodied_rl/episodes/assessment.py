@@ -115,11 +115,13 @@ def compare(
 
     discrete = action.kind == "discrete"
     bins = 0 if discrete else num_bins
-    tokens, guesses = ([token_ids(part, action, bins) for part in parts] for parts in (recorded, predicted))
+    tokens = [token_ids(part, action, bins) for part in recorded]
+    guesses = [token_ids(part, action, bins) for part in predicted]
     # [N, A]: episodes first, so that each counts once.
     hit = np.stack([(ours == theirs).mean(axis=0) for ours, theirs in zip(guesses, tokens, strict=True)])
     error = [] if discrete else [ours.astype(np.float64) - theirs for ours, theirs in zip(predicted, recorded, strict=True)]
-    squared, absolute = (np.array([part.mean(axis=0) for part in parts]) for parts in ([e**2 for e in error], map(np.abs, error)))
+    squared = np.array([(e**2).mean(axis=0) for e in error])
+    absolute = np.array([np.abs(e).mean(axis=0) for e in error])
     return OpenLoop(
         horizon=horizon,
         num_episodes=len(recorded),

@@ -326,12 +326,16 @@ class TransitionTable:
     def read(episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> TransitionTable:
         """Read the episodes. Raises RecordingError for NaN or infinity in the training data."""
         # Neighbouring episodes of one recording are read at once.
-        parts = [vars(_read_run(run[0][0], [number for _, number in run], action, options)) for run in _runs_of_one_recording(episodes)]
-        offsets = np.cumsum([0, *(len(next(iter(part["observation"].values()))) for part in parts)])
+        parts = [_read_run(run[0][0], [number for _, number in run], action, options) for run in _runs_of_one_recording(episodes)]
+        offsets = np.cumsum([0, *(len(next(iter(part.observation.values()))) for part in parts)])
         return TransitionTable(
-            {key: _own([part["observation"][key] for part in parts]) for key in options.observation_keys},
-            *(np.concatenate([part[name] + offset for part, offset in zip(parts, offsets, strict=False)]) for name in ("row", "next_row")),
-            *(_padded([part[name] for part in parts]) for name in ("action", "executed", "reward", "discount")),
+            observation={key: _own([part.observation[key] for part in parts]) for key in options.observation_keys},
+            row=np.concatenate([part.row + offset for part, offset in zip(parts, offsets, strict=False)]),
+            next_row=np.concatenate([part.next_row + offset for part, offset in zip(parts, offsets, strict=False)]),
+            action=_padded([part.action for part in parts]),
+            executed=_padded([part.executed for part in parts]),
+            reward=np.concatenate([part.reward for part in parts]),
+            discount=np.concatenate([part.discount for part in parts]),
         )
 
     @property
@@ -419,8 +423,8 @@ def _own(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _padded(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays [U] or [U, K, ...]; messages are padded with 0 to the longest of all episodes."""
-    if parts[0].ndim == 1:
+    """Concatenate arrays [U, ...]; messages [U, K, ...] are padded with 0 to the longest of all episodes."""
+    if len({part.shape[1:] for part in parts}) == 1:
         return np.concatenate(parts)
     longest = max(part.shape[1] for part in parts)
     return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]), *[(0, 0)] * (part.ndim - 2))) for part in parts])

@@ -243,8 +243,8 @@ class AgentProxy:
     def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
         """Token count of a prompt, for Anthropic's clients; nothing is sampled or kept."""
         session = self._session_of_key(request.key)
-        _, (asked, *_) = self._asked(session, interfaces.Messages().read(request.body, session.recall))
-        return web.Reply({"input_tokens": len(asked.prompt_ids)})
+        _, requests = self._asked(session, interfaces.Messages().read(request.body, session.recall))
+        return web.Reply({"input_tokens": len(requests[0].prompt_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
         """The request without what the backend cannot do. Raises HttpProblem 400 if that would change its meaning."""
