@@ -46,8 +46,10 @@ def raised_as_damage(path: Path, episode: int | None = None, field: str | None =
     except Exception as error:
         if isinstance(error, ValueError | OSError):
             reason = str((isinstance(error, OSError) and error.strerror) or error).rstrip(".")
+        elif isinstance(error, KeyError) and " " not in str(error):  # those of h5py have sentences
+            reason = f"no field {error}"
         else:
-            reason = f"no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
         raise damaged(path, f"{said}: {brief(reason)}" if said else reason, episode, field) from error
 
 

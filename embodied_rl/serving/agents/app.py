@@ -381,8 +381,11 @@ class AgentProxy:
 
     def _asked(self, session: Session, chat: ChatRequest) -> tuple[int | None, list[GenerationRequest]]:
         """Turn that a chat continues (see `Session.prompt`), and a request to the backend for each choice."""
-        with self._tokenizer_lock, _refused():
-            prompt_ids, parent = session.prompt(chat.messages, chat.tools, self._tokenizer)
+        with self._tokenizer_lock:
+            try:
+                prompt_ids, parent = session.prompt(chat.messages, chat.tools, self._tokenizer)
+            except UserError as error:
+                raise web.HttpProblem(400, "invalid_request", str(error)) from error
             if chat.forced:
                 prompt_ids = np.concatenate([prompt_ids, self._tokenizer.encode(chat.forced)])
             # In a structure a stop token may only come at the end, so there texts are only looked for.

@@ -214,6 +214,20 @@ def test_a_chunk_that_was_altered_is_an_error_and_no_number(tmp_path: Path) -> N
     opened.close()
 
 
+def test_a_header_that_was_overwritten_is_no_missing_field(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        header = int(h5py.h5o.get_info(file.create_dataset("x", data=np.arange(3)).id).addr)
+    data = bytearray(path.read_bytes())
+    data[header : header + 16] = b"\xff" * 16
+    path.write_bytes(data)
+    opened = H5File(path)
+    with pytest.raises(RecordingError, match=r"x\.h5', field '/x': cannot be read: .*[Uu]nable to .*open object") as found:
+        opened.array(opened.root, "x")
+    assert "no field" not in str(found.value)
+    opened.close()
+
+
 def test_nested_datasets_have_joined_names_in_their_order(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         root = file.create_group("top", track_order=True)
