@@ -7,7 +7,7 @@ have tasks of their own (toy_tasks.py). `ipa` credits what came shortly before s
 go without a critic blame the last steps before CartPole's time limit: they walk a chain of bandits (solved at 95 %). Advantages of action
 chunks need a policy that acts in chunks, the small VLA, which moves a column in a picture (95 % success).
 
-A run that is in the folder already is not repeated. Pairs that `embodied_rl.algorithms.composition` refuses are dashes.
+A run that is in the folder already is not repeated. Pairs that `embodied_rl.config.rules` refuses are dashes.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import embodied_rl.algorithms.fitted_q
 import embodied_rl.config
 from embodied_rl.bounds import Bounds, Seconds, Share
 from embodied_rl.config import HybridConfig, SimConfig
+from embodied_rl.config.algorithm import RewardConfig
 from embodied_rl.config.building import Config, check_arguments, convert, type_hints
 from embodied_rl.errors import UserError, shown
 
@@ -119,6 +120,8 @@ def test_bounds_hold_for_what_is_built_in_python_too() -> None:
         SimConfig(name="a", target="b:c", kwargs={"size": math.inf})
     with pytest.raises(UserError, match=r"^hybrid\.players must be between 1 and 65,536, got 0\.$"):
         dataclasses.replace(HybridConfig(), players=0)
+    with pytest.raises(UserError, match=r"^algorithm\.reward\.overlong_penalty must be between 0 and 1,000,000,000, got -1\.0\.$"):
+        RewardConfig(overlong_tokens=9, overlong_penalty=-1.0)
 
 
 def test_arguments_are_held_against_the_signature_of_what_takes_them() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from embodied_rl.algorithms import grouped
 from embodied_rl.algorithms.advantages import returns_to_go
 from embodied_rl.bounds import Coefficient
+from embodied_rl.errors import require_known
 
 Statistics = Literal["trajectory", "row"]
 Normalize = Literal["mean_std", "mean"]
@@ -78,10 +79,12 @@ def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | N
 
     Returns [B] int64 cluster numbers, unique over the batch, on the device of `group`.
 
-    Raises ValueError: lengths do not agree.
+    Raises ValueError: lengths do not agree, or similarity is out of range.
     """
     if len(anchor) != len(group) or group.ndim != 1:
         raise ValueError(f"There must be one anchor for each row of group [B], got {len(anchor)} for shape {tuple(group.shape)}.")
+    if similarity is not None and not 0.0 < similarity <= 1.0:
+        raise ValueError(f"similarity must be in (0, 1] or None, got {similarity}.")
     counted = [True] * len(anchor) if rows is None else rows.tolist()
     place = (lambda owner, observation: anchor_key(observation)) if similarity is None else _similar_places(similarity)
     clusters: dict[Hashable, int] = {}
@@ -128,9 +131,11 @@ def gigpo(
     Returns [B, L] if a mask is given, else [B].
 
     Raises:
-        ValueError: shapes or types are wrong, or rows of one trajectory differ in their episode return.
+        ValueError: shapes, types or choices are wrong, or rows of one trajectory differ in their episode return.
         NonFiniteError: the return of a row that counts is NaN or infinite.
     """
+    require_known(statistics, ("trajectory", "row"), f"statistics={statistics!r} is not a choice.")
+    require_known(normalize, ("mean_std", "mean"), f"normalize={normalize!r} is not a choice.")
     counted = grouped.counted_rows(mask)
     rows = torch.ones_like(group, dtype=torch.bool) if counted is None else counted
     grouped.check_finite(episode_return, rows, "episode_return")

@@ -242,7 +242,8 @@ class _Regression:
         cooling = min(max(last, _LEAST_COOLING), config.num_steps)
         checked = max(1, config.num_steps // _NUM_CHECKS)
         cools_at, end = config.num_steps - cooling, config.num_steps
-        before, losses, means = 0.0, [], []  # type: ignore[var-annotated]
+        means: list[float] = []
+        before, losses = 0.0, []
         for step in itertools.count():
             if warm < step < cools_at and step % checked == 0 and _settled(means, self._values(self.online)):
                 cools_at, end = step, step + cooling

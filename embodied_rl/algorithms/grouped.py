@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.advantages import token_returns, whiten
-from embodied_rl.errors import NonFiniteError
+from embodied_rl.errors import NonFiniteError, require_known
 
 STD_EPS = 1e-6
 """Added to standard deviations before dividing by them."""
@@ -93,9 +93,10 @@ def rounding_of(score: Tensor) -> float:
 
 
 @torch.no_grad()
-def outcome_score(*, reward: Tensor) -> Tensor:
-    """[B] sum of the rewards [B, L], added up in float64: the score of a row that is a whole episode."""
-    return reward.double().sum(-1).to(reward.dtype)
+def outcome_score(*, reward: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[B] sum of the rewards [B, L] in the mask, added up in float64: the score of a row that is a whole episode."""
+    counted = reward.double() if mask is None else torch.where(mask, reward.double(), 0.0)
+    return counted.sum(-1).to(reward.dtype)
 
 
 @torch.no_grad()
@@ -138,6 +139,8 @@ def opo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, length: Ten
     if length.shape != score.shape:
         raise ValueError(f"length must be [B] as score is, {tuple(score.shape)}, got {tuple(length.shape)}.")
     weight = torch.where(statistics.rows, length.double(), 0.0)
+    if bool((weight < 0).any()):
+        raise ValueError("length must not be negative.")
     zeros = torch.zeros_like(statistics.mean)
     total = zeros.index_add(0, statistics.index, weight)
     # Computed from the differences from the plain mean, so that equal groups stay exactly 0.
@@ -165,6 +168,7 @@ def gpg(
             score is not 0, as verl does, so that a group that solved everything still counts.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
+    require_known(nonzero, ("advantage", "score"), f"nonzero={nonzero!r} is not a choice.")
     exact = torch.where(statistics.single if alone == "raw" else torch.zeros_like(statistics.rows), score.double(), statistics.centered)
     if nonzero == "score":
         counted = torch.where(statistics.rows, score.double(), 0.0) != 0
@@ -261,7 +265,8 @@ def spread(advantage: Tensor, *, like: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def of_single(value: Tensor, choice: SingleGroup) -> Tensor:
-    """Advantage of a group's only member: `value`, or 0."""
+    """Advantage of a group's only member: `value`, or 0. Raises ValueError for another choice."""
+    require_known(choice, ("raw", "zero"), f"alone={choice!r} is not a choice.")
     return value if choice == "raw" else torch.zeros_like(value)
 
 
@@ -309,12 +314,18 @@ def chunk_ranks(*, mask: Tensor, chunk_id: Tensor | None = None) -> tuple[Tensor
         chunk_id: [B, L] integers; None: each run of the mask is a chunk.
 
     Returns [B, L] int64 number of each unit's chunk, 0 outside the mask; and [B] int64 number of chunks of each row.
+
+    Raises ValueError: shapes or types do not agree.
     """
+    if mask.dtype != torch.bool or mask.ndim != 2:
+        raise ValueError(f"mask must be bool [B, L], got {mask.dtype} {tuple(mask.shape)}.")
     if chunk_id is None:
         begins = mask.clone()
         begins[:, 1:] &= ~mask[:, :-1]
         count = begins.long().cumsum(1)
         return torch.where(mask, count - 1, 0), begins.sum(1)
+    if chunk_id.shape != mask.shape or chunk_id.dtype.is_floating_point or chunk_id.dtype == torch.bool:
+        raise ValueError(f"chunk_id must be integers {tuple(mask.shape)} as mask is, got {chunk_id.dtype} {tuple(chunk_id.shape)}.")
     row, unit = mask.nonzero(as_tuple=True)
     pairs, inverse = torch.unique(torch.stack([row, chunk_id[row, unit].long()], 1), dim=0, return_inverse=True)
     first = torch.full((len(pairs),), mask.shape[1], device=mask.device).scatter_reduce(0, inverse, unit, "amin")
@@ -337,7 +348,10 @@ def segment_returns(*, reward: Tensor, gamma: float, mask: Tensor, chunk_id: Ten
     anywhere inside a chunk count, not only those of its last token.
 
     `reward`: [B, L] float32 or float64; any value outside the mask. Returns [B, L], 0 outside the mask.
+    Raises ValueError: shapes or types do not agree.
     """
+    if reward.shape != mask.shape:
+        raise ValueError(f"reward and mask must be [B, L], got {tuple(reward.shape)} and {tuple(mask.shape)}.")
     ranks, num_chunks = chunk_ranks(mask=mask, chunk_id=chunk_id)
     most = max(int(num_chunks.max()), 1) if num_chunks.numel() else 1
     counted = torch.where(mask, reward.double(), 0.0)
@@ -357,8 +371,10 @@ def chunk_returns(*, score: Tensor, gamma: float, mask: Tensor, chunk_id: Tensor
 
     Returns [B, L] of the type of `score`, 0 outside the mask.
 
-    Raises NonFiniteError: the score of a row that counts is NaN or infinite.
+    Raises ValueError: shapes or types do not agree; NonFiniteError: the score of a row that counts is NaN or infinite.
     """
+    if score.shape != mask.shape[:1] or not score.dtype.is_floating_point:
+        raise ValueError(f"score must be floating [B] with B = {mask.shape[0]}, got {score.dtype} {tuple(score.shape)}.")
     check_finite(score, counted_rows(mask), "score")
     ranks, num_chunks = chunk_ranks(mask=mask, chunk_id=chunk_id)
     distance = (num_chunks[:, None] - 1 - ranks).clamp(min=0)

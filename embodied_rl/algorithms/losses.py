@@ -19,6 +19,7 @@ from torch import Tensor
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.ratios import clamp_log_ratio
+from embodied_rl.errors import require_known
 
 Metrics = dict[str, Tensor]
 
@@ -45,7 +46,7 @@ def ppo_clip_loss(
         dual_clip: > 1.
 
     Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``: the share of ratios outside the bounds. Raises
-    ValueError for shapes that do not agree.
+    ValueError for shapes that do not agree, or invalid bounds.
     """
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp()
@@ -77,11 +78,20 @@ def clipped_surrogate(
     ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """PPO's term of every entry, and 1.0 if its ratio lies outside the bounds (else 0.0); see `ppo_clip_loss`."""
+    check_clip(clip_low, clip_high)
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ValueError(f"dual_clip must be > 1 (a bound on ratios that have grown) or None, got {dual_clip}.")
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     per_entry = torch.maximum(-advantage * ratio, -advantage * clipped)
     if dual_clip is not None:
         per_entry = torch.where(advantage < 0, torch.minimum(per_entry, -advantage * dual_clip), per_entry)
     return per_entry, (clipped != ratio).detach().to(ratio.dtype)
+
+
+def check_clip(clip_low: float, clip_high: float) -> None:
+    """Raise ValueError unless the bounds allow ratios from 1 - clip_low >= 0 to 1 + clip_high >= 1."""
+    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
+        raise ValueError(f"clip_low must be between 0 and 1 and clip_high >= 0, got clip_low={clip_low}, clip_high={clip_high}.")
 
 
 def policy_gradient_loss(
@@ -145,8 +155,11 @@ def value_loss(
 
     With e = value - returns: ``mse`` is e^2; ``huber`` (Huber 1964) is e^2 up to |e| = huber_delta and huber_delta (2 |e| - huber_delta)
     beyond: twice the value of torch.nn.functional, so that the coefficient means the same for both kinds.
-    Raises ValueError: `clip` without `old_value`, or shapes that do not agree.
+    Raises ValueError: `clip` without `old_value`, an unknown kind, bounds that are not positive, or shapes that do not agree.
     """
+    require_known(kind, ("mse", "huber"), f"kind={kind!r} of value loss is not a choice.")
+    if kind == "huber" and not huber_delta > 0:
+        raise ValueError(f"huber_delta must be > 0, got {huber_delta}.")
 
     def error(estimate: Tensor) -> Tensor:
         if kind == "mse":
@@ -157,8 +170,8 @@ def value_loss(
     per_entry = error(estimate)
     metrics: Metrics = {}
     if clip is not None:
-        if old_value is None:
-            raise ValueError("Clipping the value needs old_value.")
+        if old_value is None or not clip > 0:
+            raise ValueError(f"Clipping the value needs old_value and clip > 0, got clip={clip}, old_value={type(old_value).__name__}.")
         _, old = visible_entries(mask, value=value, old_value=old_value)
         clipped = error(old + (estimate - old).clamp(-clip, clip))
         metrics["value_clip_fraction"] = aggregation.mean((clipped > per_entry).to(per_entry.dtype), mask, denominator)

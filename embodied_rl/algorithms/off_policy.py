@@ -14,10 +14,11 @@ from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, masked_mean, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, ratio_metrics
+from embodied_rl.algorithms.losses import Metrics, check_clip, ratio_metrics
 from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
 from embodied_rl.bounds import Coefficient, Positive
 from embodied_rl.config import CorrectionConfig
+from embodied_rl.errors import require_known
 
 WeightMode = Literal["clamp", "mask"]
 
@@ -48,7 +49,11 @@ def importance_weights(
     Returns:
         Weights of the shape of `log_prob`, 0 outside the mask, detached; and ``weight_mean``, ``weight_bounded_fraction`` (share of
         clamped or rejected entries) and ``behaviour_kl`` (k3 of KL(behaviour || pi), entry by entry).
+
+    Raises ValueError: bounds out of order, unknown level or mode, shapes that do not agree.
     """
+    _check_bounds(low, high)
+    require_known(mode, ("clamp", "mask"), f"mode={mode!r} of importance weights is not a choice.")
     with torch.no_grad():
         raw = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
         inside = (raw >= low) & (raw <= high)
@@ -124,6 +129,9 @@ def rejection_mask(
         token_veto: drop a row with any entry whose own ratio is below this (0: no row): a single action that the trainer finds all but
             impossible indicates a broken generator rather than an old one.
     """
+    _check_bounds(low, high)
+    if not 0.0 <= token_veto <= 1.0:
+        raise ValueError(f"token_veto must be between 0 and 1, got {token_veto}.")
     ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
     kept = (ratio >= low) & (ratio <= high)
     if token_veto > 0.0:
@@ -150,6 +158,7 @@ def cispo_loss(
 
     Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
     """
+    check_clip(clip_low, clip_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp().detach()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -183,10 +192,9 @@ def topr_loss(
         The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (share of all entries that are tapered with a clipped
         ratio).
 
-    Raises ValueError: ``ratio_low > ratio_high``, shapes that do not agree, or ``sign="score"`` without `positive`.
+    Raises ValueError: invalid bounds or shapes, or ``sign="score"`` without `positive`.
     """
-    if not (0.0 <= ratio_low <= ratio_high and ratio_high > 0.0):
-        raise ValueError(f"Bounds of a ratio must satisfy 0 <= low <= high and high > 0, got low={ratio_low}, high={ratio_high}.")
+    _check_bounds(ratio_low, ratio_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob, advantage=advantage.detach())
     ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
     clipped = ratio.clamp(ratio_low, ratio_high)
@@ -199,3 +207,8 @@ def topr_loss(
     taper = torch.where(tapered, clipped, torch.ones_like(clipped))
     loss = aggregation.reduce(-taper * advantages * new, mask, denominator)
     return loss, ratio_metrics(loss, new, old, (clipped != ratio) & tapered, mask, denominator, aggregation)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not (0.0 <= low <= high and high > 0.0):
+        raise ValueError(f"Bounds of a ratio must satisfy 0 <= low <= high and high > 0, got low={low}, high={high}.")

@@ -74,6 +74,8 @@ def expectile_loss(
         expectile: τ in (0, 1).
     """
     _check_rows(value=value, target=target)
+    if not 0.0 < expectile < 1.0:
+        raise ValueError(f"expectile must be between 0 and 1, got {expectile}.")
     difference = target.detach() - value
     weight = torch.where(difference < 0, 1.0 - expectile, expectile).to(value.dtype)
     loss = masked_mean(weight * difference.square(), mask, denominator)
@@ -90,6 +92,8 @@ def advantage_weights(
 
     Returns the weights, and ``weight_mean`` and ``weight_bounded_fraction`` (share at the bound).
     """
+    if not (temperature > 0 and max_weight > 0):
+        raise ValueError(f"temperature and max_weight must be > 0, got {temperature} and {max_weight}.")
     # Bound the exponent, because its exp may already be infinite.
     bound = torch.log(torch.as_tensor(max_weight, dtype=advantage.dtype, device=advantage.device))
     exponent = advantage.detach() / temperature

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import visible_entries
+from embodied_rl.errors import require_known
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that a stray action cannot overflow exp."""
@@ -75,8 +76,9 @@ def log_ratio_at(
 
     Returns log-ratios of the shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
 
-    Raises ValueError: ``chunk`` without `chunk_id`.
+    Raises ValueError: unknown level, or ``chunk`` without `chunk_id`.
     """
+    require_known(level, LEVELS, f"Level {level!r} is not known.")
     if level == "chunk" and chunk_id is None:
         raise ValueError("Level 'chunk' needs chunk_id [B, L], the number of the chunk that each entry belongs to.")
     new, old = visible_entries(mask, log_prob=log_prob.detach(), old_log_prob=old_log_prob.detach())

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from embodied_rl.algorithms.aggregation import masked_mean, visible_entries
 from embodied_rl.algorithms.filters import follow
 from embodied_rl.algorithms.grouped import group_statistics
-from embodied_rl.errors import NonFiniteError, UserError
+from embodied_rl.errors import NonFiniteError, UserError, require_known
 
 Statistic = Literal["none", "batch", "group", "running"]
 
@@ -146,8 +146,11 @@ def normalize_reward(
 
     Returns [B] of the type of `reward`.
 
-    Raises NonFiniteError: a reward in the mask is NaN or infinite.
+    Raises:
+        ValueError: an unknown statistic, shapes that do not agree, or a statistic whose source is missing.
+        NonFiniteError: a reward in the mask is NaN or infinite.
     """
+    _check_normalize(reward, mean, std, group, mask, running)
     shown = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask
     given = shown if others is None else shown | others
     values = torch.where(given, reward, torch.zeros_like(reward)).double()
@@ -170,6 +173,22 @@ def normalize_reward(
         spread = torch.as_tensor(sources[std][1], dtype=torch.float64, device=values.device)
         centred = torch.where(spread > MIN_STD, centred / (spread + MIN_STD), torch.zeros_like(centred))
     return torch.where(given, centred, torch.zeros_like(centred)).to(reward.dtype)
+
+
+def _check_normalize(reward: Tensor, mean: str, std: str, group: Tensor | None, mask: Tensor | None, running: Moments | None) -> None:
+    for what, name in (("mean", mean), ("std", std)):
+        require_known(name, get_args(Statistic), f"{what}={name!r} of the reward normalisation is not known.")
+    if reward.dim() != 1 or not reward.is_floating_point():
+        raise ValueError(f"reward must be floating point of shape [B], got {reward.dtype} of shape {tuple(reward.shape)}.")
+    if mask is not None and (mask.shape != reward.shape or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be bool of shape {tuple(reward.shape)}, got {mask.dtype} of shape {tuple(mask.shape)}.")
+    if "group" in (mean, std):
+        if group is None:
+            raise ValueError(f"mean={mean}, std={std} needs group, an integer per row; `group_ids` makes them from metadata.")
+        if group.shape != reward.shape or group.is_floating_point():
+            raise ValueError(f"group must be integers of shape {tuple(reward.shape)}, got {group.dtype} of shape {tuple(group.shape)}.")
+    if "running" in (mean, std) and running is None:
+        raise ValueError(f"mean={mean}, std={std} needs running, the Moments of the rewards seen so far.")
 
 
 def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
@@ -208,7 +227,9 @@ def _canonical(value: object) -> str:
 
 
 def clip_reward(*, reward: Tensor, low: float = -math.inf, high: float = math.inf, mask: Tensor | None = None) -> Tensor:
-    """Clamp to [low, high] (any shape)."""
+    """Clamp to [low, high] (any shape). Raises ValueError for low > high."""
+    if not low <= high:
+        raise ValueError(f"clip_reward needs low <= high, got low={low}, high={high}.")
     (visible,) = visible_entries(mask, reward=reward)
     clipped = visible.clamp(low, high)
     return (clipped if mask is None else torch.where(mask, clipped, torch.zeros_like(clipped))).to(reward.dtype)
@@ -219,8 +240,12 @@ def penalize_overlong(
 ) -> Tensor:
     """Soft overlong punishment (DAPO: Yu et al. 2025, arXiv:2503.14476): 0 up to max_length - buffer, then linear to `penalty`.
 
-    The full penalty applies from max_length on. [B] rewards and lengths in tokens or steps; 0 < buffer <= max_length.
+    The full penalty applies from max_length on. [B] rewards and lengths in tokens or steps.
+    Raises ValueError: unless 0 < buffer <= max_length.
     """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"penalize_overlong needs 0 < buffer <= max_length, got buffer={buffer}, max_length={max_length}.")
+    _require_not_negative("penalty", penalty)
     visible, lengths = visible_entries(mask, reward=reward, length=length.to(torch.float64))
     share = ((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
     return (visible - penalty * share).to(reward.dtype)
@@ -246,6 +271,12 @@ def kl_in_reward(
 
     Returns rewards, and ``kl`` and ``kl_penalty``, their means.
     """
+    _require_not_negative("coefficient", coefficient)
     visible, estimate = visible_entries(mask, reward=reward, kl=kl.detach())
     mean = masked_mean(estimate, mask if counted is None else counted)
     return (visible - coefficient * estimate).to(reward.dtype), {"kl": mean, "kl_penalty": coefficient * mean}
+
+
+def _require_not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be >= 0, got {value}.")

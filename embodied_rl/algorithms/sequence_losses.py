@@ -84,8 +84,10 @@ def ipa_loss(
         The loss, and ``policy_loss``, ``approx_kl`` (k3), ``clip_fraction`` (entries of unsuccessful trajectories with rho_c > 1) and
         ``chunk_rejected_fraction`` (entries of chunks with m = 0).
 
-    Raises ValueError: shapes that do not agree.
+    Raises ValueError: shapes that do not agree, or a bound that is not positive.
     """
+    if not max_mismatch > 0:
+        raise ValueError(f"max_mismatch (H, a ratio of probabilities) must be > 0, got {max_mismatch}.")
     if log_prob.dim() != 2:
         raise ValueError(f"IPA works on chunks of entries: log_prob must be [B, L], got shape {tuple(log_prob.shape)}.")
     if positive is not None and (positive.dtype != torch.bool or positive.shape != log_prob.shape[:1]):

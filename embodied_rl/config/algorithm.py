@@ -191,7 +191,7 @@ class RewardConfig(Config, place="algorithm.reward"):
     """Most tokens of a language agent's answer, as agent.max_new_tokens: an answer of this length is cut off. null: not checked."""
     overlong_buffer: Size = 1
     """The overlong penalty begins this many tokens before `overlong_tokens`, and is full there (DAPO: Yu et al. 2025)."""
-    overlong_penalty: Score = 0.0
+    overlong_penalty: Coefficient = 0.0
     """Subtracted from the reward of an answer of `overlong_tokens`; 0: nothing."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
     """Episodes cut off by the step limit or in an answer: keep them as they are, zero their rewards, or do not learn from them."""

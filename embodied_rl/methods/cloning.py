@@ -110,7 +110,7 @@ class ClonedSteps(StoredSteps):
 
     def metrics(self) -> dict[str, float]:
         figures = super().metrics()
-        return {**figures, "labels": figures["recorded_steps"] + len(self._action)} if self.options.dagger else figures
+        return {**figures, "labels": figures.get("recorded_steps", 0.0) + len(self._action)} if self.options.dagger else figures
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         if not self.options.dagger:

@@ -151,6 +151,8 @@ def test_mistakes_about_anchors_are_told() -> None:
     group = torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match="one anchor for each row"):
         anchor_groups(anchor=["a"], group=group)
+    with pytest.raises(ValueError, match=r"in \(0, 1\] or None, got 95"):
+        anchor_groups(anchor=["a", "b"], group=group, similarity=95)
 
 
 # ---- the advantage --------------------------------------------------------------------------------------------------
@@ -274,6 +276,10 @@ def test_returns_are_constants() -> None:
 def test_mistakes_about_gigpo_are_told() -> None:
     with pytest.raises(ValueError, match="another row of the same trajectory 4"):
         gigpo(**{**EPISODES, "episode_return": torch.tensor([4.0, 4.0, 3.0, 0.0])})
+    with pytest.raises(ValueError, match=r"statistics='episode' is not a choice\. Known: row, trajectory"):
+        gigpo(**EPISODES, statistics="episode")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="normalize='std' is not a choice"):
+        gigpo(**EPISODES, normalize="std")  # type: ignore[arg-type]
     with pytest.raises(NonFiniteError, match="score is NaN"):
         gigpo(**{**EPISODES, "step_return": torch.full((4,), torch.nan)})
     with pytest.raises(ValueError, match="integer ids"):

@@ -115,6 +115,9 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
 
 
 def test_outcome_score_by_hand() -> None:
+    reward = torch.tensor([[1.0, 2.0], [4.0, torch.nan], [torch.inf, torch.nan]])
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.bool)
+    assert outcome_score(reward=reward, mask=mask).tolist() == [3.0, 4.0, 0.0]
     assert outcome_score(reward=torch.tensor([[1.0, 2.0]])).tolist() == [3.0]
 
 
@@ -304,5 +307,11 @@ def test_mistakes_are_told() -> None:
         grpo(score=torch.where(torch.arange(5) == 2, torch.nan, SCORE), group=GROUP, mask=MASK)
     with pytest.raises(ValueError, match="give mask"):
         opo(score=SCORE, group=GROUP)
+    with pytest.raises(ValueError, match="must not be negative"):
+        opo(score=SCORE, group=GROUP, length=-GROUP)
+    with pytest.raises(ValueError, match=r"alone='none' is not a choice\. Known: raw, zero"):
+        rloo(score=SCORE, group=GROUP, alone="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"nonzero='rows' is not a choice\. Known: advantage, score"):
+        gpg(score=SCORE, group=GROUP, nonzero="rows")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="greedy_score"):
         remax(score=SCORE, greedy_score=SCORE[1:])

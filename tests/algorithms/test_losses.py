@@ -175,8 +175,12 @@ def test_value_loss_and_entropy_ignore_what_is_masked(kind: str) -> None:
 
 def test_value_loss_refuses_nonsense() -> None:
     x = torch.zeros(2)
+    with pytest.raises(ValueError, match="kind='l1' of value loss is not a choice"):
+        value_loss(value=x, returns=x, kind="l1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs old_value"):
         value_loss(value=x, returns=x, clip=0.2)
+    with pytest.raises(ValueError, match="huber_delta must be > 0"):
+        value_loss(value=x, returns=x, kind="huber", huber_delta=0.0)
     with pytest.raises(ValueError, match=r"returns must have shape \(2,\), got \(2, 1\)"):
         value_loss(value=x, returns=x[:, None])
 

@@ -215,3 +215,13 @@ def test_bounds_are_checked() -> None:
     x = torch.zeros(2)
     with pytest.raises(ValueError, match="0 <= low <= high"):
         topr_loss(log_prob=x, behaviour_log_prob=x, advantage=x, ratio_high=0.5, ratio_low=0.6)
+    with pytest.raises(ValueError, match="0 <= low <= high"):
+        importance_weights(log_prob=x, behaviour_log_prob=x, high=0.5, low=0.6)
+    with pytest.raises(ValueError, match="Known: clamp, mask"):
+        importance_weights(log_prob=x, behaviour_log_prob=x, high=0.5, mode="truncate")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="token_veto"):
+        rejection_mask(log_prob=x, behaviour_log_prob=x, high=2.0, token_veto=2.0)
+    with pytest.raises(ValueError, match="clip_low must be between 0 and 1"):
+        cispo_loss(log_prob=x, old_log_prob=x, advantage=x, clip_low=1.5, clip_high=0.2)
+    with pytest.raises(ValueError, match="dual_clip must be > 1"):
+        ppo_clip_loss(log_prob=x, old_log_prob=x, advantage=x, clip_low=0.2, clip_high=0.2, dual_clip=1.0)

@@ -51,6 +51,8 @@ def test_log_ratios_are_clamped_after_they_are_summed() -> None:
 
 def test_levels_refuse_what_is_missing() -> None:
     x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="Did you mean 'geometric'"):
+        log_ratio_at("geometrc", log_prob=x, old_log_prob=x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs chunk_id"):
         log_ratio_at("chunk", log_prob=x, old_log_prob=x)
     with pytest.raises(ValueError, match=r"needs \[B, L\], got shape \(2,\)"):
@@ -160,6 +162,8 @@ def test_ipa_success_is_told_by_the_trajectory_where_it_is_given() -> None:
 def test_ipa_refuses_nonsense() -> None:
     x = torch.zeros(2, 3)
     same = {"log_prob": x, "old_log_prob": x, "behaviour_log_prob": x, "advantage": torch.ones(2)}
+    with pytest.raises(ValueError, match="max_mismatch"):
+        ipa_loss(**same, max_mismatch=0.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be \[B, L\]"):
         ipa_loss(**{key: torch.zeros(2) for key in same}, max_mismatch=2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="positive must be bool"):

@@ -57,6 +57,8 @@ def test_expectile_loss_by_hand() -> None:
     assert loss.item() == pytest.approx((3.6 + 0.1) / 2)
     loss.backward()
     torch.testing.assert_close(value.grad, torch.tensor([-1.8, 0.1]))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        expectile_loss(value=value, target=value, expectile=1.0)
 
 
 @pytest.mark.parametrize("expectile", [0.1, 0.5, 0.7, 0.95])
@@ -78,6 +80,8 @@ def test_weights_by_hand_and_without_overflow() -> None:
     weight, metrics = advantage_weights(advantage=advantage, temperature=0.5, max_weight=100.0)
     torch.testing.assert_close(weight, torch.tensor([1.0, math.e, math.exp(-2.0), 100.0]), rtol=1e-5, atol=0.0)
     assert metrics["weight_bounded_fraction"].item() == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="temperature"):
+        advantage_weights(advantage=advantage, temperature=0.0, max_weight=1.0)
 
 
 def test_the_soft_policy_of_a_gaussian_is_the_known_one() -> None:

@@ -192,6 +192,17 @@ def test_moments_merge_in_any_grouping() -> None:
 
 
 def test_normalize_refuses_what_it_cannot_do() -> None:
+    reward = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match="Did you mean 'group'"):
+        normalize_reward(reward=reward, mean="grup")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs group"):
+        normalize_reward(reward=reward, std="group")
+    with pytest.raises(ValueError, match="needs running"):
+        normalize_reward(reward=reward, mean="running")
+    with pytest.raises(ValueError, match="group must be integers"):
+        normalize_reward(reward=reward, mean="group", group=torch.tensor([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"shape \[B\]"):
+        normalize_reward(reward=reward[:, None])
     with pytest.raises(NonFiniteError, match="row 1 is nan"):
         normalize_reward(reward=torch.tensor([1.0, float("nan")]), mean="batch")
 

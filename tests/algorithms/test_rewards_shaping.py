@@ -18,6 +18,8 @@ def test_clip() -> None:
     reward, mask = torch.tensor([-3.0, 0.5, 9.0, NAN]), torch.tensor([True, True, True, False])
     assert clip_reward(reward=reward, low=-1.0, high=2.0, mask=mask).tolist() == [-1.0, 0.5, 2.0, 0.0]
     assert clip_reward(reward=reward, low=1.0, mask=mask).tolist() == [1.0, 1.0, 9.0, 0.0], "what is hidden is 0, not clipped to 1"
+    with pytest.raises(ValueError, match="low <= high"):
+        clip_reward(reward=reward, low=2.0, high=1.0)
 
 
 def test_overlong_as_in_the_paper() -> None:
@@ -29,6 +31,10 @@ def test_overlong_as_in_the_paper() -> None:
         reward=torch.tensor([NAN, 1.0]), length=torch.tensor([99, 99]), max_length=4, buffer=4, mask=torch.tensor([False, True])
     )
     assert masked.tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="0 < buffer <= max_length"):
+        penalize_overlong(reward=torch.zeros(6), length=length, max_length=4, buffer=5)
+    with pytest.raises(ValueError, match="penalty must be >= 0"):
+        penalize_overlong(reward=torch.zeros(6), length=length, max_length=4, buffer=4, penalty=-1.0)
 
 
 def test_kl_in_reward_by_hand() -> None:

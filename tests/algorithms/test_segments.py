@@ -126,5 +126,13 @@ def test_results_are_constants_and_rows_of_padding_may_be_nan() -> None:
 
 
 def test_mistakes_are_told() -> None:
+    with pytest.raises(ValueError, match=r"mask must be bool \[B, L\]"):
+        chunk_ranks(mask=MASK.long())
+    with pytest.raises(ValueError, match="chunk_id must be integers"):
+        chunk_ranks(mask=MASK, chunk_id=torch.zeros(1, 8))
+    with pytest.raises(ValueError, match="reward and mask"):
+        segment_returns(reward=torch.zeros(1, 7), gamma=0.9, mask=MASK)
+    with pytest.raises(ValueError, match="score must be floating"):
+        chunk_returns(score=torch.zeros(2), gamma=0.9, mask=MASK)
     with pytest.raises(NonFiniteError, match="score is NaN"):
         chunk_returns(score=torch.tensor([torch.nan]), gamma=0.9, mask=MASK)
