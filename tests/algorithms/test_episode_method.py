@@ -237,7 +237,7 @@ def test_rewards_are_divided_by_the_spread_of_discounted_returns() -> None:
         batch = rows_of(GROUPS)
         found = method.prepare(batch, EpisodeValues(torch.zeros(batch.shape), torch.zeros(4)))
         expected = np.zeros(batch.shape)
-        for row, played in enumerate(batch.episodes):
+        for row, played in enumerate(played for own in GROUPS for played in own.episodes):
             for step in reversed(range(played.num_messages)):
                 later = expected[row, step + 1] if step + 1 < played.num_messages else 0.0
                 expected[row, step] = played.reward[step] / np.sqrt(np.var(returns) + 1e-8) + 0.5 * later
