@@ -96,8 +96,8 @@ class SleepingTokens(RandomTokens):
         self._base_s, self._per_row_s = base_s, per_row_s
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        if self._waiting:
-            time.sleep(self._base_s + self._per_row_s * len(self._waiting))
+        if self.num_in_flight:
+            time.sleep(self._base_s + self._per_row_s * self.num_in_flight)
         return super().poll(min_ready, timeout_s)
 
 

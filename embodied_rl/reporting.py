@@ -44,15 +44,17 @@ class Figures:
     return_mean: float
     return_std: float
     """Standard deviation between episodes (n - 1); 0 for one episode."""
-    return_mean_interval: tuple[float, float]
-    """Percentile bootstrap, 95%."""
+    return_interval: tuple[float, float]
+    """Interval of the mean: percentile bootstrap, 95%."""
     length_mean: float
     seeds: tuple[int, int]
     """First and last seed."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the names of intervals say their confidence."""
-        own = {f"{name}_95" if name.endswith("_interval") else name: value for name, value in vars(self).items() if name != "seeds"}
+        names = {"return_interval": "return_mean_interval"}
+        own = {names.get(name, name): value for name, value in vars(self).items() if name != "seeds"}
+        own = {f"{name}_95" if name.endswith("_interval") else name: value for name, value in own.items()}
         return {**own, "held_out_seeds": {"first": self.seeds[0], "last": self.seeds[1], "count": self.num_episodes}}
 
 
@@ -72,7 +74,7 @@ def summarise(episodes: Sequence[EpisodeSummary], reports_success: bool) -> Figu
         success_at_end_interval=wilson_interval(at_end, n) if reports_success else None,
         return_mean=float(returns.mean()),
         return_std=float(returns.std(ddof=1)) if n > 1 else 0.0,
-        return_mean_interval=bootstrap_mean_interval(returns),
+        return_interval=bootstrap_mean_interval(returns),
         length_mean=float(np.mean([episode.length for episode in episodes])),
         seeds=(min(seeds), max(seeds)),
     )

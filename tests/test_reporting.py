@@ -63,14 +63,14 @@ def test_figures_are_those_of_hand_arithmetic() -> None:
     assert figures.return_mean == pytest.approx(3.0, rel=1e-12)
     assert figures.return_std == pytest.approx(math.sqrt(7.0), rel=1e-12)
     # Of the 27 resamples of three, 1/27 have mean 1 and 1/27 have mean 6: 3.7% each, more than the 2.5% left out on a side.
-    assert figures.return_mean_interval == (1.0, 6.0)
+    assert figures.return_interval == (1.0, 6.0)
     assert figures.length_mean == pytest.approx(30.0, rel=1e-12)
 
 
 def test_figures_without_success_or_of_one_episode() -> None:
     one = summarise(EPISODES[2:], reports_success=False)
     assert (one.success, one.success_interval, one.success_at_end, one.success_at_end_interval) == (None, None, None, None)
-    assert (one.return_mean, one.return_std, one.return_mean_interval, one.seeds) == (6.0, 0.0, (6.0, 6.0), (FIRST + 2, FIRST + 2))
+    assert (one.return_mean, one.return_std, one.return_interval, one.seeds) == (6.0, 0.0, (6.0, 6.0), (FIRST + 2, FIRST + 2))
     with pytest.raises(ValueError, match="no episode"):
         summarise([], reports_success=True)
 

@@ -186,7 +186,7 @@ def result_table(result: EvaluationResult) -> Table:
     ):
         if rate is not None and interval is not None:
             table.add_row(label, percent(rate), percent_range(interval))
-    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", number_range(figures.return_mean_interval))
+    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", number_range(figures.return_interval))
     table.add_row("reward per step", f"{figures.return_mean / figures.length_mean:.4g}", "")
     table.add_row("episode length", f"{figures.length_mean:.1f}", "")
     return table

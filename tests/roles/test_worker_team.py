@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.config import GroupsConfig
+from embodied_rl.methods.base import Experience
 from embodied_rl.roles.worker import Collected
 from embodied_rl.roles.worker_team import divided, joined, part_of, united
 from embodied_rl.rollout.collector import CollectorTimes
@@ -246,16 +247,16 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
     naps = Naps(0.3)
     with Trainer(config, tmp_path, command="test") as trainer:
         method: Any = trainer.method
-        update = method.update
+        prepare = method.prepare
 
-        def note(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-            for group in prepared[""][""].batch.groups:
+        def note(experience: Experience) -> dict[str, Any]:
+            for group in experience.data[""][""].groups:
                 numbers.append(group.number)
-                ages.add((group.number % 2, group.age(iteration)))
+                ages.add((group.number % 2, group.age(trainer.iteration)))
             naps.take({(0, 1), (1, 1)} <= ages)
-            return dict(update(prepared, iteration=iteration, steps=steps))
+            return dict(prepare(experience))
 
-        method.update = note
+        method.prepare = note
         trainer.run()
         counts, iterations = method.queue.counts(), trainer.iteration
     assert ages == {(0, 0), (0, 1), (1, 0), (1, 1)}, "1 is missing: nothing was played while training"

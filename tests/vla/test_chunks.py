@@ -181,7 +181,7 @@ def test_groups_of_episodes_hold_chunks_too() -> None:
     batch = EpisodeBatch.of(groups, lambda seen: prepare_observation(policy, seen))
     assert batch.action.shape == batch.unit_log_prob.shape == batch.unit_mask.shape == (len(batch.row), 2 * K)
     assert set(batch.observation) == {"image", "words"}
-    for row, episode in enumerate(batch.episodes):
+    for row, episode in enumerate(episode for group in batch.groups for episode in group.episodes):
         assert episode.executed.shape == (episode.num_messages, K)
         assert episode.num_steps == int(episode.executed.sum()) <= 10
         units = episode.executed[:, [0, 0, 1, 1, 2, 2]]
