@@ -204,7 +204,8 @@ class GymnasiumSim(SimEnv):
         shared: dict[str, bytes] = {}
         self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
         self._random = [PrivateRandom() for _ in self.envs]
-        self._physics = functools.cache(lambda env_id: physics_of(self.envs[env_id]))
+        made = self.envs
+        self._physics = functools.cache(lambda env_id: physics_of(made[env_id]))  # keeps the list, not this object, in memory
         self._write = spaces.row_writer(spaces.observation_parts(first.observation_space))
         _check_alike(self.envs)
         spec = _spec_of(first, first.observation_space, first.action_space, task)

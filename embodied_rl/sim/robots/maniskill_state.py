@@ -173,7 +173,9 @@ def fast_tensors() -> None:
         joints: list[ArticulationJoint] | None = None,
         joint_indices: torch.Tensor | None = None,
     ) -> None:
-        if self.scene.gpu_sim_enabled or joints is None or not isinstance(targets, torch.Tensor) or targets.dtype != torch.float32:
+        # A batch has several robots here, and controllers that see it as a CPU's scene (`maniskill_batch.structs`).
+        is_single = len(self._objs) == 1 and not self.scene.gpu_sim_enabled
+        if not is_single or joints is None or not isinstance(targets, torch.Tensor) or targets.dtype != torch.float32:
             return slow_targets(self, targets, joints, joint_indices)
         row = targets[0].numpy()
         for i, joint in enumerate(joints):

@@ -12,7 +12,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.saved_state import layers_of, unique_held
+from embodied_rl.sim.robots.saved_state import DataState, layers_of, unique_held
 from embodied_rl.types import StepBuffers
 
 if TYPE_CHECKING:
@@ -324,8 +324,11 @@ class MujocoSim(DrawnSim):
         import mujoco
 
         kind, data = mujoco.mjtState.mjSTATE_INTEGRATION, self.data[env_id]
-        mujoco.mj_setState(self.model, data, saved["state"], kind)
-        mujoco.mj_forward(self.model, data)
-        # mj_forward leaves its own solution as the next warm start; the uninterrupted run would use the saved one.
-        mujoco.mj_setState(self.model, data, saved["state"], kind)
+        if "data" in saved:  # PixelReach and PixelTasks in older recordings and checkpoints
+            DataState(data).restore(saved["data"])
+        else:
+            mujoco.mj_setState(self.model, data, saved["state"], kind)
+            mujoco.mj_forward(self.model, data)
+            # mj_forward leaves its own solution as the next warm start; the uninterrupted run would use the saved one.
+            mujoco.mj_setState(self.model, data, saved["state"], kind)
         self._elapsed[env_id] = saved["elapsed"]

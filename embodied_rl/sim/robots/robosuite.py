@@ -267,12 +267,16 @@ def quiet_import() -> Iterator[None]:
     On import robosuite opens a log with a fixed name in the system's temporary folder, which fails for a machine's second user; it asks for
     a file of private settings; and it chooses EGL unless MUJOCO_GL is set, even if nothing is ever drawn.
     """
+
+    def unwritten(*args: object, **kwargs: object) -> logging.Handler:
+        return logging.NullHandler()
+
     chosen = os.environ.get("MUJOCO_GL")
     if mujoco_backend() is None and not has_display():
         os.environ["MUJOCO_GL"] = "glx"  # loaded when the first window opens, so never
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
     try:
-        with mock.patch.object(logging, "FileHandler", return_value=logging.NullHandler()):
+        with mock.patch.object(logging, "FileHandler", unwritten):
             yield
     finally:
         if chosen is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.sim.robots import maniskill
 from embodied_rl.sim.robots import maniskill as verdicts
 from embodied_rl.sim.robots.experts import EXPERTS
+from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
+from embodied_rl.sim.robots.maniskill_state import fast_tensors
 from embodied_rl.types import StepBuffers
 from tests.sim.robots.batch_equality import Pair, batch_of, play
 
@@ -53,6 +56,30 @@ def test_equal_to_environments_by_themselves(task: str) -> None:
     for env_id in range(3):
         pair.compare_physics(env_id)
     pair.close()
+
+
+def test_a_batch_keeps_its_own_paths_whatever_is_patched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's first simulator is often the batch, and the patches for one scene come after those for batches."""
+    pair = pair_of("PushCube-v1", 3, control_mode="pd_ee_delta_pos")
+    from mani_skill.utils.structs import Articulation, Pose
+
+    monkeypatch.setattr(Articulation, "set_joint_drive_targets", Articulation.set_joint_drive_targets)
+    monkeypatch.setattr(Pose, "create", vars(Pose)["create"])
+    fast_tensors.__wrapped__()
+    play(pair, 8, snapshots=False)
+    pair.close()
+
+
+def test_bytes_in_another_order_are_refused() -> None:
+    from embodied_rl.sim.robots.maniskill_batch.physics import SceneLayout
+
+    sim = batch_of("PushCube-v1", 2)
+    scene = sim._batch.scene.px.scenes[0]
+    swapped = np.frombuffer(scene.pack_poses(), np.float32).reshape(-1, 7)[:, [4, 5, 6, 0, 1, 2, 3]]
+    other: Any = SimpleNamespace(entities=scene.entities, physx_system=scene.physx_system, pack_poses=swapped.tobytes)
+    with pytest.raises(UnsupportedTask, match="packs its numbers in another order"):
+        SceneLayout(other)
+    sim.close()
 
 
 def test_things_fall_in_every_scene_and_come_to_rest_on_its_ground() -> None:

@@ -210,7 +210,8 @@ class Grafts:
             for name, sensor in mine.items():
                 camera = sensor.camera
                 camera._render_cameras[i] = theirs[name].camera._render_cameras[0]
-                vars(camera).update(dict.fromkeys([key for key in vars(camera) if key.startswith("_cached_")]))
+                for key in [key for key in vars(camera) if key.startswith("_cached_")]:
+                    setattr(camera, key, None)
         env.scene.px.replace(i, donor_scene.sub_scenes[0])
         donors = dict(owners_of(donor))
         for name, owner in owners_of(env):

@@ -52,9 +52,25 @@ class SceneLayout:
             tuple(bool(body.kinematic) for body in dynamic),
             self.dofs,
         )
-        expected = 7 * self.num_entities, 13 * len(dynamic) + sum(13 + 4 * dof for dof in self.dofs)
-        if (found := (len(scene.pack_poses()) // 4, len(system.pack()) // 4)) != expected:  # their order shows in the self-check (`sim`)
-            raise UnsupportedTask(f"a scene packs {found[0]} and {found[1]} numbers, not {expected[0]} and {expected[1]}")
+        self._check(scene, entities, dynamic)
+
+    def _check(self, scene: sapien.Scene, entities: list[sapien.Entity], dynamic: list[physx.PhysxRigidDynamicComponent]) -> None:
+        """Compare the packed bytes with the objects themselves."""
+        poses, packed = np.frombuffer(scene.pack_poses(), np.float32), np.frombuffer(scene.physx_system.pack(), np.float32)
+        num_floats = 13 * len(dynamic) + sum(13 + 4 * dof for dof in self.dofs)
+        if poses.size != 7 * self.num_entities or packed.size != num_floats:
+            raise UnsupportedTask(f"a scene packs {poses.size} and {packed.size} numbers, not {7 * self.num_entities} and {num_floats}")
+        expected = np.array([[*entity.pose.q, *entity.pose.p] for entity in entities], np.float32).reshape(-1)
+        bodies = [np.concatenate([b.linear_velocity, b.angular_velocity]) for b in dynamic]
+        joints = [np.concatenate([a.qpos, a.qvel]) for a in self.articulations]
+        got = [packed[13 * k + 7 : 13 * k + 13] for k in range(len(dynamic))]
+        start, found = 13 * len(dynamic), []
+        for dof in self.dofs:
+            found.append(packed[start + 13 : start + 13 + 2 * dof])
+            start += 13 + 4 * dof
+        pairs = [(expected, poses), *zip(bodies, got, strict=True), *zip(joints, found, strict=True)]
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            raise UnsupportedTask("a scene packs its numbers in another order")
 
 
 class BatchSystem:
