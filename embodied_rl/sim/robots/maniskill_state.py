@@ -226,14 +226,14 @@ MODES = ("state", "state_dict", "rgbd", "pointcloud", *TEXTURES)
 
 def check_mode(task: str, obs_mode: str) -> bool:
     """Whether an observation mode needs pictures. Raises UserError for a mode that cannot be adapted."""
-    words = str(obs_mode).split("+")
-    for word in words:
-        if word not in MODES or (len(words) > 1 and word in ("rgbd", "pointcloud")):
+    modes = str(obs_mode).split("+")
+    for mode in modes:
+        if mode not in MODES or (len(modes) > 1 and mode in ("rgbd", "pointcloud")):
             raise UserError(
-                f"ManiSkill task '{task}': obs_mode='{obs_mode}' is not a choice.{did_you_mean(word, MODES)} "
+                f"ManiSkill task '{task}': obs_mode='{obs_mode}' is not a choice.{did_you_mean(mode, MODES)} "
                 "The textures of cameras and the state combine with '+', as in rgb+segmentation+state."
             )
-    return not {*words} <= {"state", "state_dict"}
+    return not {*modes} <= {"state", "state_dict"}
 
 
 def named_parts(observation: Tensors) -> dict[str, torch.Tensor]:
