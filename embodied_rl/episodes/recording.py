@@ -37,11 +37,11 @@ def damaged(path: Path, what: object, episode: int | str | None = None, field: s
 
 @contextmanager
 def raised_as_damage(path: Path, episode: int | None = None, field: str | None = None, said: str = "cannot be read") -> Iterator[None]:
-    """Convert any error while reading a file to RecordingError: files hold data of any type at any place, and libraries raise many classes.
-    The message has the reason after `said` ("": only the reason)."""
+    """Convert errors while reading a file to RecordingError: files hold data of any type at any place, and libraries raise many classes.
+    The message has the reason after `said` ("": only the reason). Errors that no file causes pass: they are our faults."""
     try:
         yield
-    except UserError:
+    except (UserError, AssertionError, ImportError, NameError):
         raise
     except Exception as error:
         if isinstance(error, ValueError | OSError):

@@ -15,7 +15,7 @@ import pytest
 
 from embodied_rl.episodes.folder import part_folders, validate
 from embodied_rl.episodes.reader import NativeRecording, open_recording
-from embodied_rl.episodes.recording import RecordingError, step_of
+from embodied_rl.episodes.recording import RecordingError, raised_as_damage, step_of
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import assert_same_episode, info_of, make_episode, moving_square
@@ -485,3 +485,10 @@ def test_a_file_that_numpy_wrote_anew_is_read_and_not_added_to_blindly(recording
         pytest.raises(RecordingError, match=r"reward\.npy.*another program"),
     ):
         writer.add(episode_of(9))
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), AssertionError("ours"), NameError("ours")])
+def test_damage_has_one_line_and_our_own_faults_keep_their_traceback(tmp_path: Path, error: Exception) -> None:
+    raised, said = (type(error), "ours") if str(error) == "ours" else (RecordingError, "file': cannot be read: ZeroDivisionError: by zero")
+    with pytest.raises(raised, match=re.escape(said)), raised_as_damage(tmp_path / "file"):
+        raise error
