@@ -15,19 +15,15 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.episodes.assessment import Assumptions
 from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.evaluation.offline_study import (
-    OfflineSettings,
-    OfflineStudy,
+from embodied_rl.evaluation.offline_policy import (
     TargetPolicy,
     deterministic_behaviour,
     load_target,
-    outside_share,
     played_episode,
-    recorded_steps,
     score_episode,
     score_recording,
-    study_recording,
 )
+from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy, outside_share, recorded_steps, study_recording
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.learning_samples import MemoryRecording

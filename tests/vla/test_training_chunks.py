@@ -16,7 +16,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import Recording
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.evaluation.offline_study import drew_tokens
+from embodied_rl.evaluation.offline_policy import drew_tokens
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.build import build_policy
 from embodied_rl.rollout import recording as recordings
