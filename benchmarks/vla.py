@@ -26,11 +26,11 @@ import torch
 from tables import provenance, text_table
 from torch import Tensor
 
+from embodied_rl.policies.accelerated import Accelerated
 from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.model import Generated, OpenVLA, VisionLanguageModel
 from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
-from embodied_rl.policies.openvla.policy import Accelerated
 from embodied_rl.policies.openvla.processor import PixelNormaliser
 
 PROMPT_TOKENS, NUM_TOKENS = 35, 7

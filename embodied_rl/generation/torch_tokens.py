@@ -9,11 +9,12 @@ that all prompts share.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from embodied_rl.generation.tokens import (
     Stepwise,
     uniform_stream,
 )
+from embodied_rl.policies.accelerated import Accelerated, GenerationMode
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
 from embodied_rl.policies.model_folder import caps_attention, max_context, text_config, value_of
@@ -57,7 +59,14 @@ class SampledTokens:
 
 
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor, allowed: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    uniform: Tensor,
+    allowed: Tensor | None = None,
+    *,
+    cuts: bool = True,
 ) -> SampledTokens:
     """Apply temperature, the allowed tokens, top-k and top-p, and sample by the inverse of the cumulative distribution in vocabulary order.
 
@@ -68,6 +77,7 @@ def sample_tokens(
         top_k: [n] int64; 0 keeps all.
         uniform: [n] float64 in [0, 1).
         allowed: [n, V] bool, at least one per row; None: all tokens. The model's own distribution then covers the allowed tokens.
+        cuts: whether any row uses top-k or top-p: only then is the vocabulary sorted.
 
     The order of the vocabulary decides between tokens at the border of top-k that are equally likely; at least one token is kept.
     """
@@ -75,7 +85,7 @@ def sample_tokens(
     own = torch.log_softmax(possible, dim=-1)
     greedy = temperature == 0
     scaled = own / torch.where(greedy, 1.0, temperature)[:, None].to(own.dtype)
-    used = torch.log_softmax(_cut(scaled, top_p, top_k), dim=-1)
+    used = torch.log_softmax(_cut(scaled, top_p, top_k) if cuts else scaled, dim=-1)
     cumulative = used.double().exp_().cumsum_(-1)
     # Scaled by the rounded sum, so that a uniform number near 1 cannot fall behind the last token.
     drawn = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
@@ -85,9 +95,7 @@ def sample_tokens(
 
 
 def _cut(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Set tokens outside top-k and top-p to -inf; sorts the vocabulary only if a row uses either."""
-    if not bool((top_k > 0).any() or (top_p < 1.0).any()):
-        return scaled
+    """Set tokens outside top-k and top-p to -inf."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     size = scaled.shape[-1]
     rank = torch.arange(size, device=scaled.device)
@@ -116,9 +124,8 @@ class SlabLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def room(like: Tensor) -> Tensor:
-            return torch.zeros(
-                self._slab.num_rows, like.shape[1], self._slab.num_columns, like.shape[3], dtype=like.dtype, device=like.device
-            )
+            columns = self._slab.num_columns + 1  # the last is `SlabCache.spare_column`
+            return torch.zeros(self._slab.num_rows, like.shape[1], columns, like.shape[3], dtype=like.dtype, device=like.device)
 
         self.keys, self.values = room(key_states), room(value_states)
         self.is_initialized = True
@@ -153,7 +160,8 @@ class SlabCache(Cache):
     """Cache for a transformers model's decode steps, and for prompts whose beginning it contains; other prompts run with an ordinary cache
     and are copied in."""
 
-    def __init__(self, num_layers: int, num_rows: int, num_columns: int, max_columns: int) -> None:
+    def __init__(self, num_layers: int, num_rows: int, num_columns: int, max_columns: int, on_move: Callable[[], None]) -> None:
+        """`on_move` is called when keys and values have left their memory."""
         self.num_rows, self.num_columns, self.max_columns = num_rows, num_columns, max_columns
         self.rows = torch.zeros(0, dtype=torch.int64)
         """[n] int64 rows of the step."""
@@ -162,6 +170,7 @@ class SlabCache(Cache):
         self.places = torch.zeros(0, 0, dtype=torch.int64)
         """[n, q] int64 columns of each row's next tokens."""
         self.width = 0
+        self._on_move = on_move
         self._slabs = [SlabLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slabs))
 
@@ -170,17 +179,27 @@ class SlabCache(Cache):
         """Size of keys and values; 0 before the first prompt."""
         return sum(tensor.nbytes for layer in self._slabs if layer.is_initialized for tensor in layer.held)
 
-    def begin_step(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device, num_new: int = 1) -> None:
+    @property
+    def spare_column(self) -> int:
+        """Column that no row attends to: a step writes the tokens of rows without a request there."""
+        return self.num_columns
+
+    def begin_step(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device, num_new: int) -> None:
         """Set the lengths of these rows; the next forward appends `num_new` tokens to each."""
         self.width = max(lengths) + num_new
-        self._make_room(self.width)
+        self.make_room(self.width)
         self.rows = torch.tensor(rows, device=device)
         self.span = slice(rows[0], rows[-1] + 1) if list(rows) == list(range(rows[0], rows[-1] + 1)) else None
         self.places = torch.tensor(lengths, device=device)[:, None] + torch.arange(num_new, device=device)
 
+    def begin_first(self, places: Tensor, width: int) -> None:
+        """The next forward appends one token to each of the first n rows, in these columns [n, 1]; there is room for `width`."""
+        self.rows, self.span = torch.arange(len(places), device=places.device), slice(0, len(places))
+        self.places, self.width = places, width
+
     def fill(self, row: int, source: DynamicCache, source_row: int, length: int) -> None:
         """Copy a prompt's keys and values; the source is padded on the right."""
-        self._make_room(length + 1)
+        self.make_room(length + 1)
         for layer, prompt in zip(self._slabs, source.layers, strict=True):
             assert isinstance(prompt, DynamicLayer)
             assert prompt.keys is not None
@@ -207,8 +226,10 @@ class SlabCache(Cache):
         self.num_columns = num_columns
         for layer in self._slabs:
             layer.keys, layer.values, layer.is_initialized = None, None, False
+        self._on_move()
 
-    def _make_room(self, columns: int) -> None:
+    def make_room(self, columns: int) -> None:
+        """Grow to at least `columns`: keys and values move."""
         if columns <= self.num_columns:
             return
         self.num_columns = min(max(columns, 2 * self.num_columns), max(columns, self.max_columns))
@@ -216,7 +237,8 @@ class SlabCache(Cache):
             old = layer.held
             layer.lazy_initialization(*old)
             for tensor, former in zip(layer.held, old, strict=True):
-                tensor[:, :, : former.shape[2]] = former
+                tensor[:, :, : former.shape[2] - 1] = former[:, :, :-1]
+        self._on_move()
 
 
 def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype, additive: bool) -> Tensor:
@@ -255,6 +277,14 @@ def attention_by_group(
     found, _ = attention(_UNGROUPED, query.unflatten(1, (num_groups, -1)).squeeze(3), key, value, attention_mask, **options)
     return found.transpose(1, 2).flatten(1, 2)[:, None], None
 
+
+@dataclass(frozen=True)
+class _Logits:
+    logits: Tensor
+    """[n, V]"""
+
+
+_Found = TypeVar("_Found")
 
 _FIRST_COLUMNS = 128
 """Initial number of columns of the cache; it doubles as it fills."""
@@ -355,6 +385,7 @@ class TorchTokens(Stepwise):
         vision: VisionInputs | None = None,
         tokenizer: ChatTokenizer | None = None,
         least_shared: int | None = None,
+        few_shapes: bool | None = None,
     ) -> None:
         """Start with a model's current weights.
 
@@ -370,6 +401,8 @@ class TorchTokens(Stepwise):
             vision: inputs of a vision-language model.
             tokenizer: tokenizer for answers with structures; None: such requests are refused.
             least_shared: number of shared first tokens that run only once; None: derived from the model's size.
+            few_shapes: decode steps have few numbers of rows and columns, with spare ones, so that a GPU captures and replays them as
+                CUDA graphs: it then does not wait for the host to start one kernel after another. None: on a GPU.
 
         Raises:
             UserError: the model has layers other than attention, whose state cannot move between rows.
@@ -391,7 +424,10 @@ class TorchTokens(Stepwise):
         self.version, self.can_constrain = version, tokenizer is not None
         self._on_update = on_update
         layers = text_config(self._config).num_hidden_layers
-        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context)
+        self._few_shapes = self.device.type == "cuda" if few_shapes is None else few_shapes
+        mode: GenerationMode = "cuda_graph" if self._few_shapes else "eager"
+        self._decode, self._sample = Accelerated(self._decoded, mode), Accelerated(_sampled, mode)
+        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context, self._decode.clear)
         self._rows: list[_Row] = []
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._least_shared = max(_LEAST_SHARED, _WORTH_SHARING // max(parameters, 1)) if least_shared is None else least_shared
@@ -474,13 +510,24 @@ class TorchTokens(Stepwise):
         self._admit()
         if not self._rows:
             return
-        device = self.device
-        position = torch.tensor([[row.cached + row.position_offset] for row in self._rows], device=device)
-        token_ids = torch.tensor([[row.token_ids[-1]] for row in self._rows], device=device)
-        self._cache.begin_step(range(len(self._rows)), [row.cached for row in self._rows], device)
-        output = self._continue(token_ids, position)
-        self._take(self._rows, output[:, -1])
+        num_rows, width = len(self._rows), max(row.cached for row in self._rows) + 1
+        self._cache.make_room(width)
+        if self._few_shapes:
+            num_rows = min(1 << (num_rows - 1).bit_length(), self._max_batch)
+            part = max(64, 1 << (width - 1).bit_length() - 2)
+            width = min(-(-width // part) * part, self._cache.num_columns)
+        step = np.zeros((num_rows, 3), np.int64)
+        step[:, 2] = self._cache.spare_column
+        step[: len(self._rows)] = [(row.token_ids[-1], row.cached + row.position_offset, row.cached) for row in self._rows]
+        tensors: dict[str, Tensor | None] = {"step": torch.from_numpy(step).to(self.device)}
+        self._take(self._rows, _replayed(self._decode, tensors, width=width).logits, self._sample)
         self._give_out(range(len(self._rows)))
+
+    def _decoded(self, step: Tensor, *, width: int) -> _Logits:
+        """One token for each of the first n rows: step [n, 3] int64 has its id, position and column."""
+        token_ids, position, places = step.split(1, dim=1)
+        self._cache.begin_first(places, width)
+        return _Logits(self._continue(token_ids, position)[:, -1])
 
     def _give_out(self, indices: range) -> None:
         """Hand out those of these rows that have ended."""
@@ -643,22 +690,24 @@ class TorchTokens(Stepwise):
             row.position_offset = int(own.max()) + 1 - len(token_ids)
         return positions
 
-    def _take(self, rows: list[_Row], logits: Tensor) -> None:
-        """Sample one token for each row."""
+    def _take(self, rows: list[_Row], logits: Tensor, sample: Accelerated[SampledTokens] | None = None) -> None:
+        """Sample one token for each row from logits [n, V], whose spare rows come last; `sample` replays a capture."""
         if self._vision is not None:
             logits = self._vision.exclude(logits)
-        uniform = torch.tensor([row.uniform.random() for row in rows], dtype=torch.float64, device=logits.device)
-        allowed = None if self._structures is None else self._structures.allowed([row.matcher for row in rows], logits.device)
-
-        def of_each(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([vars(row.request)[name] for row in rows], dtype=dtype, device=logits.device)
-
-        temperature, top_p, top_k = of_each("temperature", torch.float64), of_each("top_p", torch.float64), of_each("top_k", torch.int64)
-        sampled: SampledTokens = sample_tokens(logits, temperature, top_p, top_k, uniform, allowed)
+        asked = [row.request for row in rows]
+        settings = np.zeros((len(logits), 4))
+        settings[: len(rows)] = [
+            (one.temperature, one.top_p, one.top_k, row.uniform.random()) for one, row in zip(asked, rows, strict=True)
+        ]
+        matchers = [row.matcher for row in rows] + [None] * (len(logits) - len(rows))
+        allowed = None if self._structures is None else self._structures.allowed(matchers, logits.device)
+        tensors = {"logits": logits, "settings": torch.from_numpy(settings).to(logits.device), "allowed": allowed}
+        cuts = any(one.top_k > 0 or one.top_p < 1.0 for one in asked)
+        sampled = _sampled(**tensors, cuts=cuts) if sample is None else _replayed(sample, tensors, cuts=cuts)
         self._take_top(rows, logits)
-        columns = (sampled.token.tolist(), sampled.log_prob.tolist(), sampled.sampling_log_prob.tolist())
-        for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=True):
-            row.add(token, log_prob, sampling_log_prob, self.version)
+        columns = torch.stack([sampled.token.double(), sampled.log_prob.double(), sampled.sampling_log_prob.double()]).tolist()
+        for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=False):
+            row.add(int(token), log_prob, sampling_log_prob, self.version)
 
     @staticmethod
     def _take_top(rows: list[_Row], logits: Tensor) -> None:
@@ -667,7 +716,7 @@ class TorchTokens(Stepwise):
         if most == 0:
             return
         found = torch.log_softmax(logits.float(), dim=-1).topk(most)
-        for row, token_ids, log_probs in zip(rows, found.indices.tolist(), found.values.tolist(), strict=True):
+        for row, token_ids, log_probs in zip(rows, found.indices.tolist(), found.values.tolist(), strict=False):
             if count := row.request.top_logprobs:
                 row.top.append(list(zip(token_ids[:count], log_probs[:count], strict=True)))
 
@@ -707,6 +756,25 @@ class TorchTokens(Stepwise):
         if "sliding_attention" in kinds:
             return {"full_attention": of(None), "sliding_attention": of(window)}
         return of(None if kinds else window)
+
+
+def _sampled(logits: Tensor, settings: Tensor, allowed: Tensor | None, *, cuts: bool) -> SampledTokens:
+    """Sample from logits [n, V]; settings [n, 4] float64: temperature, top-p, top-k and a uniform number."""
+    temperature, top_p, top_k, uniform = settings.unbind(1)
+    return sample_tokens(logits, temperature, top_p, top_k.long(), uniform, allowed, cuts=cuts)
+
+
+def _replayed(function: Accelerated[_Found], tensors: dict[str, Tensor | None], **key: bool | float) -> _Found:
+    """Call a function; the first capture that fails is the last."""
+    try:
+        return function(tensors, **key)
+    except RuntimeError as error:
+        if function.mode == "eager":
+            raise
+        function.clear()
+        function.mode = "eager"
+        warnings.warn(f"Tokens are generated without CUDA graphs, more slowly: {str(error).splitlines()[0]}", stacklevel=2)
+        return function(tensors, **key)
 
 
 def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
 from embodied_rl.generation.torch_tokens import TorchTokens, attention_by_group
+from embodied_rl.policies.accelerated import Accelerated
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from tests.policies.language_models import load, make_model
@@ -188,6 +189,66 @@ def test_far_shorter_prompts_are_run_apart_where_it_saves_work(policy: LanguageP
     assert seen == forwards
     for one, wanted in zip(asked, log_probs(policy, asked, got), strict=True):
         np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
+
+
+def growing(backend: TorchTokens) -> dict[int, Completion]:
+    """Rows that grow past the cache's first columns, more of them than run at once, some with the same beginning."""
+    same = np.arange(70) % 250 + 3
+    prompts = [np.append(same, number + 3) if number % 3 == 0 else same[: number + 1] for number in range(9)]
+    asked = [
+        GenerationRequest(request_id=number, prompt_ids=prompt, max_new_tokens=90 + number, seed=number, top_k=number % 4)
+        for number, prompt in enumerate(prompts)
+    ]
+    backend.submit(asked[:6])
+    got = finish(backend, 2)
+    backend.submit(asked[6:])
+    return got | finish(backend, 9 - len(got))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_sliding", "gpt2"])
+def test_spare_rows_and_columns_change_no_token(policies: dict[str, LanguagePolicy], kind: str) -> None:
+    """The shapes of a GPU's graphs: rows to a power of two or the batch, columns to some multiple."""
+    exact, few = (
+        growing(TorchTokens(policies[kind].generation_model(), max_batch=5, least_shared=8, few_shapes=shapes)) for shapes in (False, True)
+    )
+    for number, own in exact.items():
+        assert few[number].token_ids.tolist() == own.token_ids.tolist()
+        np.testing.assert_allclose(few[number].log_prob, own.log_prob, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs(policy: LanguagePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(self: Accelerated[Any], tensors: dict[str, Any], **key: Any) -> Any:
+        if self.mode == "cuda_graph":
+            raise RuntimeError("operation not permitted when stream is capturing\nSearch for it.")
+        return self._function(**tensors, **key)
+
+    expected = growing(TorchTokens(policy.generation_model(), max_batch=5))
+    monkeypatch.setattr(Accelerated, "__call__", captured)
+    with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: operation not permitted when stream is capturing$"):
+        got = growing(TorchTokens(policy.generation_model(), max_batch=5, few_shapes=True))
+    assert [got[number].token_ids.tolist() for number in range(9)] == [expected[number].token_ids.tolist() for number in range(9)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen2_sliding"])
+def test_graphs_sample_the_same_tokens(policies: dict[str, LanguagePolicy], kind: str) -> None:
+    """Also after memory and weights were given back and changed between two answers."""
+    found = []
+    for shapes in (False, True):
+        backend = TorchTokens(policies[kind].generation_model().cuda(), max_batch=5, least_shared=8, few_shapes=shapes)
+        found.append(growing(backend))
+        assert (backend._decode.num_graphs > 0) is shapes
+        backend.pause()
+        backend.release_memory()
+        assert backend._decode.num_graphs == 0
+        backend.load_weights(1, ((name, 0.9 * tensor) for name, tensor in policies[kind].named_weights()))
+        backend.restore_memory()
+        backend.resume()
+        backend.submit(requests(4, first=100))
+        found[-1] |= finish(backend, 4)
+    for number, own in found[0].items():
+        assert found[1][number].token_ids.tolist() == own.token_ids.tolist()
+        np.testing.assert_allclose(found[1][number].log_prob, own.log_prob, atol=1e-4)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

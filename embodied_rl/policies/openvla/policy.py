@@ -6,12 +6,11 @@ K·A action tokens, D width of the language model.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.policies.accelerated import Accelerated
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, numpy_of
 from embodied_rl.policies.heads import TokenDistribution, mean_of_steps
 from embodied_rl.policies.model_folder import load_state, read_safetensors, save_state
@@ -29,81 +29,6 @@ from embodied_rl.policies.openvla.oft import OpenVLAOFT
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor, PixelNormaliser, libero_gripper, libero_images, range_of
 from embodied_rl.policies.openvla.vision import ValueHead, value_head_state
 from embodied_rl.types import SimSpec
-
-GenerationMode = Literal["eager", "compile", "cuda_graph"]
-"""eager: anywhere. compile: `torch.compile` of the whole decision, once per shape. cuda_graph: a CUDA graph per shape."""
-
-
-Output = TypeVar("Output")
-"""A frozen dataclass of tensors."""
-
-
-class Accelerated(Generic[Output]):
-    """A function of tensors, run directly, compiled, or captured once for each shape of its inputs and replayed.
-
-    The function takes tensors and None by name and a key of Python values on which it may branch, and returns a frozen dataclass of
-    tensors. It must not wait for the device. Weights are read at their addresses of the capture: change them in place.
-    """
-
-    def __init__(self, function: Callable[..., Output], mode: GenerationMode, *, compile_backend: str = "inductor") -> None:
-        self.mode = mode
-        self._function = function
-        self._compile_backend = compile_backend
-        self._compiled: Callable[..., Output] | None = None
-        self._graphs: dict[tuple[object, ...], _Graph[Output]] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated[Output]:
-        """Copy for a policy's copy with weights elsewhere: the copy compiles and captures again."""
-        return Accelerated(copy.deepcopy(self._function, memo), self.mode, compile_backend=self._compile_backend)
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of shapes captured so far."""
-        return len(self._graphs)
-
-    def __call__(self, tensors: dict[str, Tensor | None], **key: bool | float) -> Output:
-        """Run on `tensors`; `key` is passed on unchanged and distinguishes captures."""
-        if self.mode == "compile":
-            if self._compiled is None:
-                self._compiled = torch.compile(self._function, fullgraph=True, dynamic=False, backend=self._compile_backend)
-            # Inside inference mode, arrays that the function reads would become tensors of another kind than where they are guarded.
-            with torch.inference_mode(False), torch.no_grad():
-                return self._compiled(**tensors, **key)
-        on_gpu = all(tensor.is_cuda for tensor in tensors.values() if tensor is not None)
-        if self.mode != "cuda_graph" or not on_gpu:
-            return self._function(**tensors, **key)
-        signature = tuple((name, None if x is None else (tuple(x.shape), x.dtype)) for name, x in tensors.items())
-        place = (*signature, *sorted(key.items()))
-        if place not in self._graphs:
-            self._graphs[place] = _Graph(self._function, tensors, key)
-        return self._graphs[place].replay(tensors)
-
-
-class _Graph(Generic[Output]):
-    """One captured shape: inputs are copied into its own memory, outputs are cloned from it."""
-
-    def __init__(self, function: Callable[..., Output], tensors: dict[str, Tensor | None], key: dict[str, bool | float]) -> None:
-        self._inputs = {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
-        # Libraries choose and load kernels in their first calls, which a capture must not contain.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                function(**self._inputs, **key)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):  # torch's own stream is one of the first GPU that captured
-            self._outputs = function(**self._inputs, **key)
-
-    def replay(self, tensors: dict[str, Tensor | None]) -> Output:
-        for name, place in self._inputs.items():
-            source = tensors[name]
-            if place is not None and source is not None:
-                place.copy_(source)
-        self._graph.replay()
-        copies = {name: part.clone() for name, part in vars(self._outputs).items()}
-        return type(self._outputs)(**copies)
-
 
 VALUE_HEAD = "value_head.safetensors"
 PREPARED = ("images", "input_ids", "prompt_mask")

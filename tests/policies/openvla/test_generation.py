@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from embodied_rl.policies.accelerated import Accelerated, _Graph
 from embodied_rl.policies.heads import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.model import Embedded, Generated, OpenVLA
-from embodied_rl.policies.openvla.policy import Accelerated, _Graph
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from tests.policies.openvla.conftest import VISION
 
@@ -156,7 +156,7 @@ def test_a_graph_is_captured_on_a_stream_of_its_own_gpu(monkeypatch: pytest.Monk
 
     captured: list[object] = []
 
-    def capture(graph: object, stream: object = None) -> nullcontext[None]:
+    def capture(graph: object, stream: object = None, **options: object) -> nullcontext[None]:
         captured.append(stream)
         return nullcontext()
 
