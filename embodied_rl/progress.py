@@ -217,6 +217,12 @@ def screen_lines(text: str, indent: int = 0) -> list[str]:
     return wrapped_lines(text, min(shutil.get_terminal_size().columns, 100), indent) if sys.stdout.isatty() else [text]
 
 
+def number_text(value: float, digits: int = 4) -> str:
+    """Significant figures, as ``0.1235`` and ``12346``: a power of ten only for very small numbers and from a billion on."""
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < 1e9 else text
+
+
 def clock_text(seconds: float | None) -> str:
     """``1:02:03`` or ``2:03``; ``-:--`` if unknown."""
     if seconds is None:

@@ -42,6 +42,12 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def require_model_folder(folder: Path) -> None:
+    """Raise UserError if there is no folder for a model."""
+    if not folder.is_dir():
+        raise UserError(f"Model folder '{folder}' does not exist. Download the model there, or give the path of a local model.")
+
+
 def parse_json(data: str | bytes, *, finite: bool = False, depth: int = _MAX_JSON_DEPTH) -> Any:
     """Parse JSON. `finite`: without NaN and infinite numbers, which JSON lacks and Python takes.
     Raises ValueError, in one short line: it is no JSON, or lists and mappings are nested more than `depth` levels."""

@@ -17,7 +17,7 @@ import numpy as np
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import RememberedAnswers, write_atomic
-from embodied_rl.progress import clock_text
+from embodied_rl.progress import clock_text, number_text
 from embodied_rl.specs import show_action
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
 from embodied_rl.types import EpisodeSummary, SimSpec
@@ -219,7 +219,7 @@ def sweep_table(folders: Sequence[Path]) -> str:
             rows.append((-math.inf, (str(folder), "not evaluated", "", "")))
             continue
         success, score = results["success"], results["return_mean"]
-        shown = f"{score:.4g}" if success is None else f"{success:.1%}"
+        shown = number_text(score) if success is None else f"{success:.1%}"
         rows.append(
             (score if success is None else success, (str(folder), shown, f"{results['steps']:,}", clock_text(results["wall_clock_s"])))
         )

@@ -50,18 +50,21 @@ class RunFolder:
     """Checkpoint that the run continues from; None: a new run."""
     claim: IO[bytes]
     """Open file that keeps other runs out of the folder until it is closed."""
+    made: Sequence[Path]
+    """The folder and those around it that did not exist before, innermost first."""
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other runs out until the block ends. Then remove the folder if it has a default name and nothing was written into it."""
+        """Keep other runs out until the block ends. Then, if nothing was written, remove the lock and the folders that were made."""
         with self.claim:
             try:
                 yield
             finally:
                 with suppress(OSError):  # the user has removed it, or another run takes it at this moment
-                    if _DEFAULT_NAME.match(self.path.name) and os.listdir(self.path) == [_LOCK]:
+                    if os.listdir(self.path) == [_LOCK]:
                         (self.path / _LOCK).unlink()
-                        self.path.rmdir()
+                        for folder in self.made:
+                            folder.rmdir()
 
 
 def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
@@ -96,17 +99,19 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
         announce(f"{run_dir} has no checkpoint yet; the run starts from the beginning.")
     else:
         run_dir = _unused(run_dir, named)
+    made = _missing(run_dir)
     while (claim := _claim(run_dir)) is None:
         if named or (checkpoint is not None and source is None):
             raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
         # Two runs that start within a second choose the same default folder.
         taken, run_dir = run_dir, next_free(Path(config.run_dir))
+        made = _missing(run_dir)
         announce(f"{taken} belongs to another run; this run writes to {run_dir}.")
     if source is not None:
         announce(f"{source.path} belongs to another folder's run; this run continues in {run_dir}, with a copy of its history.")
         copy_history(source, run_dir)
         checkpoint = _copied(source, run_dir)
-    return RunFolder(run_dir, checkpoint, claim)
+    return RunFolder(run_dir, checkpoint, claim, made)
 
 
 def require_no_run(run_dir: Path) -> None:
@@ -208,6 +213,11 @@ def _holds_files(run_dir: Path) -> bool:
     return run_dir.is_dir() and any(path.name not in (_LOCK, RUN_FILE, SOURCE_FOLDER) for path in run_dir.iterdir())
 
 
+def _missing(folder: Path) -> list[Path]:
+    """The folder and those around it that do not exist, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
 def _claim(run_dir: Path) -> IO[bytes] | None:
     """Lock the folder for this process until the file is closed or the process ends; None if another process has it.
     Raises UserError if nothing can be written."""
@@ -219,6 +229,8 @@ def _claim(run_dir: Path) -> IO[bytes] | None:
         claim = (run_dir / _LOCK).open("ab")
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (run_dir / _LOCK).exists():  # a refused run has removed it since it was opened
+            raise BlockingIOError
     except BlockingIOError:
         claim.close()
         return None

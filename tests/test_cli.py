@@ -202,6 +202,22 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
         assert process.wait(120) == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("print('x' * 100_000)", 1, "error: The output could not be written completely: No space left on device.\n"),
+        ("COMMAND.parse(['--help'])", 1, "error: The output could not be written completely: No space left on device.\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "error: Terminated.\n"),
+    ],
+)
+def test_a_full_disk_and_a_polite_end_are_one_line(body: str, status: int, message: str) -> None:
+    needed = "import os, signal; from embodied_rl.commands.cli import run_command; from embodied_rl.commands.report import COMMAND"
+    code = f"{needed}; run_command(lambda: {body})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (status, message)
+
+
 def test_the_command_can_be_typed_again() -> None:
     assert command_line("train", ["sim=ant", "run_dir=my runs"]) == "python -m embodied_rl.train sim=ant 'run_dir=my runs'"
 

@@ -70,6 +70,8 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["--cfg", "nope"], "Known: all, hydra, job"),
         (["--cfg"], "--cfg job"),
         (["--config-dir=/nowhere", "seed=1"], "not a folder"),
+        (["domains={1:{}}"], "A key of domains must be text, got 1."),
+        (["domains={arm:3}"], "domains.arm must be a mapping of keys to values, got 3."),
         (["a=[1"], "Type: 'a=\"[1\"'"),
         (["sim==x"], "sim must be the name of one file of configs/sim, got '=x'"),
         (["sim={a:1}"], "sim must be the name of one file"),

@@ -6,6 +6,7 @@ import pytest
 from rich.table import Table
 
 from embodied_rl.commands.cli import _as_rows, columns, print_tables
+from embodied_rl.progress import number_text
 
 
 def table() -> Table:
@@ -41,3 +42,8 @@ def test_names_and_texts_stand_side_by_side() -> None:
         "  a_very_long_name=STR",
         "              short",
     ]
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.12346, "0.1235"), (9999.7, "10000"), (-12345.6, "-12346"), (3e9, "3e+09"), (2e-7, "2e-07")])
+def test_figures_have_no_power_of_ten_up_to_a_billion(value: float, text: str) -> None:
+    assert number_text(value) == text

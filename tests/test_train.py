@@ -349,14 +349,15 @@ def test_two_processes_never_write_the_same_run(tmp_path: Path) -> None:
     assert train(load_train_config([f"resume={run}", "total_steps=512"]), overrides=["total_steps=512"]) == run
 
 
-def test_a_run_that_is_refused_leaves_no_folder_of_a_default_name(tmp_path: Path) -> None:
-    """And one of a name that the user gave, or with something in it, stays."""
-    for name, holds in (("20260101-120000-seed1", False), ("mine", False), ("20260101-120000-seed2", True)):
-        if holds:
-            (tmp_path / name / "source").mkdir(parents=True)
+def test_a_run_that_is_refused_leaves_no_folder_and_no_lock(tmp_path: Path) -> None:
+    """A folder that was there before, and one with something in it, stays."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "20260101-120000-seed2" / "source").mkdir(parents=True)
+    for name in ("pendulum/20260101-120000-seed1", "mine", "20260101-120000-seed2"):
         with pytest.raises(UserError, match="Type: policy=mlp"):
             train(load_train_config([*PENDULUM, "policy=cnn", f"run_dir={tmp_path}/{name}"]))
-        assert (tmp_path / name).exists() == (holds or name == "mine")
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.name != ".lock" or path.parent.name == "mine")
+    assert left == ["20260101-120000-seed2", "20260101-120000-seed2/source", "mine"]
 
 
 def test_the_last_run_of_a_seed_is_not_one_of_a_longer_number(tmp_path: Path) -> None:

@@ -124,7 +124,10 @@ def loading(title: str, *, shown: bool = True) -> Iterator[None]:
 
 
 class _Lasting(io.TextIOWrapper):
-    """Output that may lose its reader (``… | head``): the work goes on, and further text is dropped."""
+    """Output that may lose its reader (``… | head``) or its disk's space: the work goes on, and further text is dropped."""
+
+    fault = ""
+    """What ended the output; empty: nothing, or only a reader who had seen enough."""
 
     def write(self, text: str, /) -> int:
         with self._unread():
@@ -139,7 +142,9 @@ class _Lasting(io.TextIOWrapper):
     def _unread(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.fault = error.strerror or str(error)
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
 
@@ -165,6 +170,28 @@ _running: list[Callable[[], object]] = []
 """Bodies of commands that run in this process; empty: the process is a Python caller's."""
 
 
+class _Terminated(KeyboardInterrupt):
+    """The first SIGTERM, which ends a command as Ctrl-C does."""
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Inside, SIGTERM ends the work in order, and a second one at once, unless the work or the calling program handles it."""
+
+    def on_signal(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def run_command(body: Callable[[], object]) -> None:
     """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns on success.
 
@@ -174,11 +201,19 @@ def run_command(body: Callable[[], object]) -> None:
     before, warnings.formatwarning = warnings.formatwarning, _format_warning
     _running.append(body)
     try:
-        body()
+        with _ending_in_order():
+            body()
+        _require_written()
+    except SystemExit as ended:
+        if not ended.code:
+            _require_written()
+        raise
     except UserError as error:
         fail(str(error), 2)
     except NonFiniteError as error:
         fail("\n".join([str(error), *vars(error).get("__notes__", [])]), 1)
+    except _Terminated:
+        fail("Terminated.", 128 + signal.SIGTERM)
     except KeyboardInterrupt:
         fail("Interrupted.", 130)
     except Exception as error:
@@ -197,6 +232,13 @@ def run_command(body: Callable[[], object]) -> None:
     finally:
         _running.pop()
         warnings.formatwarning = before
+
+
+def _require_written() -> None:
+    """Raise SystemExit if the output is not complete, because its disk is full for example."""
+    sys.stdout.flush()
+    if isinstance(sys.stdout, _Lasting) and sys.stdout.fault:
+        fail(f"The output could not be written completely: {sys.stdout.fault}.", 1)
 
 
 def as_command(body: Callable[[Sequence[str]], object]) -> Callable[..., None]:

@@ -22,7 +22,7 @@ from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import CHOSEN, OPTIONAL_COLUMNS, FieldNote, Recording, RecordingError, RecordingInfo
 from embodied_rl.episodes.writer import SAME_SIM, SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError, require_known
-from embodied_rl.progress import progress_bar
+from embodied_rl.progress import number_text, progress_bar
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
 _PATH = Argument("path", str, "recording: a native folder, or a recording of ManiSkill, LeRobot, robomimic, LIBERO or Minari")
@@ -169,7 +169,8 @@ def _info_rows(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         lengths, seeds, returns = data["lengths"], data["seeds"], data["returns"]
         yield "steps", f"{data['num_steps']:,}, {lengths['min']} to {lengths['max']} an episode"
         yield "seeds", "not known" if seeds["max"] < 0 else f"{seeds['min']} to {seeds['max']}"
-        yield "return", f"mean {returns['mean']:.4g}, from {returns['min']:.4g} to {returns['max']:.4g}"
+        mean, low, high = (number_text(returns[name]) for name in ("mean", "min", "max"))
+        yield "return", f"mean {mean}, from {low} to {high}"
         known = data["success_once"] is not None
         yield "success", f"{data['success_once']:.1%} once, {data['success_at_end']:.1%} at the end" if known else "not reported"
     yield "observation", ", ".join(f"{key} {_part(part)}" for key, part in data["observation"].items())

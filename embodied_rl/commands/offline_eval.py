@@ -140,8 +140,11 @@ def main(argv: Sequence[str]) -> None:
     with open_recording(values["recording"]) as recording:
         study = _study(recording, checkpoints, settings)
         folder = Path(values["output"]) if values["output"] else next_free(checkpoints[0][1].run_dir / "offline_eval")
-        _show(study)
-        _write(study, recording, folder, command_line("offline_eval", argv), started)
+        try:
+            _write(study, recording, folder, command_line("offline_eval", argv), started)
+        finally:  # neither a file that cannot be written nor a reader that closes the pipe costs the figures
+            _show(study)
+    print(f"{time.perf_counter() - started:.1f} s. Figures and report: {folder / DOCUMENT_FILE}, {folder / REPORT_FILE}")
 
 
 def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], settings: OfflineSettings) -> OfflineStudy:
@@ -192,4 +195,3 @@ def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str
     }
     write_atomic(folder / DOCUMENT_FILE, json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
     write_offline_report(folder / REPORT_FILE, study, recording, document)
-    print(f"{time.perf_counter() - started:.1f} s. Figures and report: {folder / DOCUMENT_FILE}, {folder / REPORT_FILE}")

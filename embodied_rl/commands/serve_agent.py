@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.bounds import Seconds, Seed, Slots, Tokens
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, serve_until_stopped, server_arguments
 from embodied_rl.progress import progress_bar
+from embodied_rl.reading import require_model_folder
 
 if TYPE_CHECKING:
     from embodied_rl.serving.agents.app import AgentProxy
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
 def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     """Start the proxy of the arguments; returns (the listening proxy, its token if it is new). Raises UserError."""
+    require_model_folder(Path(values["model"]))  # before torch is loaded
     from embodied_rl.config.policy import LanguageConfig
     from embodied_rl.generation.torch_tokens import TorchTokens
     from embodied_rl.learning.devices import resolve_device

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.bounds import PlayedEpisodes, Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, loading
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
-from embodied_rl.progress import Advance, clock_text, progress_bar, run_clock, screen_lines, spoke
+from embodied_rl.progress import Advance, clock_text, number_text, progress_bar, run_clock, screen_lines, spoke
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -208,7 +208,7 @@ def _run_dir(folder: Path, number: int) -> Path:
 
 
 def _score(success: float | None, mean_return: float) -> str:
-    return f"return {mean_return:.4g}" if success is None else f"success {success:.1%}"
+    return f"return {number_text(mean_return)}" if success is None else f"success {success:.1%}"
 
 
 def _run(trial: Trial, name: str, words: Sequence[str], run_dir: Path) -> dict[str, Any] | None:
@@ -270,7 +270,7 @@ def _tell(study: Study, folder: Path, fixed: Sequence[str], finished: Sequence[P
     there = [path for path in folders if path.is_dir()]
     print(f"\n{sweep_table(there)}")
     best = study.best_trial
-    print(f"\n{len(done)} trials finished, {ended} ended early. The best, trial {best.number + 1}: {best.value:.4g}")
+    print(f"\n{len(done)} trials finished, {ended} ended early. The best, trial {best.number + 1}: {number_text(best.value or 0.0)}")
     if finished and there:
         print(f"  report      {write_report(there[:MAX_RUNS], folder / 'report.html')}")
     print(f"  train it    {shlex.join(['python', '-m', 'embodied_rl.train', *fixed, *best.user_attrs['overrides']])}")

@@ -274,13 +274,19 @@ def add_resolvers() -> None:
 
 def played(sim: str, *, _root_: Mapping[str, Any]) -> str:
     """Name of what is played: the simulator's, or the domains' names."""
-    return "+".join(_root_.get("domains") or ()) or sim
+    return "+".join(map(str, _domains(_root_))) or sim
+
+
+def _domains(root: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
+    """A composed configuration's domains; what is no mapping is refused where `TrainConfig.domains` is checked."""
+    found = root.get("domains")
+    return {name: one for name, one in found.items() if isinstance(one, Mapping)} if isinstance(found, Mapping) else {}
 
 
 def distribution(*, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> str:
     """Default distribution of continuous actions: SAC needs bounded ones. `_parent_`: the policy; a domain's may have its own method."""
-    domains = (_root_.get("domains") or {}).values()
-    own = next((one.get("algorithm") or {} for one in domains if isinstance(one, Mapping) and one.get("policy") is _parent_), {})
+    domains = _domains(_root_).values()
+    own = next((one.get("algorithm") or {} for one in domains if one.get("policy") is _parent_), {})
     learns = (own if "name" in own else _root_.get("algorithm") or {}).get("off_policy") or {}
     return "squashed" if learns.get("update") == "sac" else "gaussian"
 
@@ -296,8 +302,8 @@ def rows_per_slot(rows: int, *, _root_: Mapping[str, Any], _parent_: Mapping[str
         _root_: the composed configuration; the slots are those of its domains, or of `sim` if it has none.
         _parent_: the algorithm; if it is one domain's own, the slots are that domain's.
     """
-    domains = list((_root_.get("domains") or {}).values())
-    own = [domain for domain in domains if isinstance(domain, Mapping) and domain.get("algorithm") is _parent_]
+    domains = list(_domains(_root_).values())
+    own = [domain for domain in domains if domain.get("algorithm") is _parent_]
     played = [domain.get("sim") for domain in own or domains] if domains else [_root_.get("sim")]
     slots = [(sim or {}).get("num_slots") for sim in played]
     return max(1, rows // max(sum(number for number in slots if type(number) is int), 16))

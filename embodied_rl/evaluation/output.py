@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.errors import UserError
-from embodied_rl.progress import Advance, figure_table, progress_bar
+from embodied_rl.progress import Advance, figure_table, number_text, progress_bar
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
 from embodied_rl.types import EpisodeSummary, SimSpec
@@ -139,12 +139,12 @@ def percent_range(interval: Sequence[float] | None) -> str:
 
 def number_range(interval: Sequence[float] | None) -> str:
     """``-0.25 to -0.17``, or a dash."""
-    return f"{interval[0]:.4g} to {interval[1]:.4g}" if interval else "–"
+    return f"{number_text(interval[0])} to {number_text(interval[1])}" if interval else "–"
 
 
 def number(value: object, digits: int = 4) -> str:
     """Significant figures, or a dash."""
-    return f"{value:.{digits}g}" if isinstance(value, int | float) else "–"
+    return number_text(value, digits) if isinstance(value, int | float) else "–"
 
 
 def p_text(p_value: object) -> str:
@@ -186,7 +186,7 @@ def result_table(result: EvaluationResult) -> Table:
     ):
         if rate is not None and interval is not None:
             table.add_row(label, percent(rate), percent_range(interval))
-    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", number_range(figures.return_interval))
+    table.add_row("return", f"{number(figures.return_mean)} ± {number(figures.return_std, 3)}", number_range(figures.return_interval))
     table.add_row("reward per step", f"{figures.return_mean / figures.length_mean:.4g}", "")
     table.add_row("episode length", f"{figures.length_mean:.1f}", "")
     return table

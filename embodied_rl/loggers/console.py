@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, derived, meaning_of
-from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke, wrapped_lines
+from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, number_text, show_board, spoke, wrapped_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -195,4 +195,4 @@ def format_metric(name: str, value: float) -> str:
         return clock_text(value)
     if name.startswith("time/"):
         return f"{value:.2f} s"
-    return f"{value:.4g}"
+    return number_text(value)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import write_atomic_with
-from embodied_rl.reading import parse_json, read_regular
+from embodied_rl.reading import parse_json, read_regular, require_model_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,8 +32,7 @@ _SHOWN = 4
 def check_model_folder(folder: Path) -> dict[str, Any]:
     """Check that a folder contains a whole model, and return its parsed config.json.
     Raises UserError: the folder, its config.json, or safetensors are missing or damaged, or there are only pickles."""
-    if not folder.is_dir():
-        raise UserError(f"Model folder '{folder}' does not exist. Download the model there, or give the path of a local model.")
+    require_model_folder(folder)
     config = read_config(folder)
     weight_files(folder, "model")
     return config

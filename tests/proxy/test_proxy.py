@@ -505,12 +505,15 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_asks_for_port_and_device_before_it_loads_a_model(tmp_path: Path) -> None:
-    given = [f"model={tmp_path / 'none'}", "port=0", "token=none"]
+    missing = [f"model={tmp_path / 'none'}", "port=0", "token=none", "device=gpu"]
+    with pytest.raises(UserError, match=r"Model folder '.*/none' does not exist"):
+        serve_agent.start(serve_agent.COMMAND.parse(missing)[0])
+    given = [f"model={tmp_path}", "port=0", "token=none"]
     for device, part in (("gpu", "device='gpu' is not a device"), ("cuda:99", "device=cuda:99: torch finds")):
         with pytest.raises(UserError, match=part):
             serve_agent.start(serve_agent.COMMAND.parse([*given, f"device={device}"])[0])
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        given = [f"model={tmp_path / 'none'}", f"port={taken.getsockname()[1]}", "token=none"]
+        given = [f"model={tmp_path}", f"port={taken.getsockname()[1]}", "token=none"]
         with pytest.raises(UserError, match=r"^Cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             serve_agent.start(serve_agent.COMMAND.parse(given)[0])
 
