@@ -8,7 +8,7 @@ import re
 import string
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.text.opponents import OpenAIOpponent
+from embodied_rl.sim.text.opponents import OpenAIPlayer
 from embodied_rl.types import Episode
 
 PROMPT = """Below is an episode of the task "{domain}". How well was the task solved, and how efficiently?
@@ -58,7 +58,7 @@ class OpenAIJudge:
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
             raise UserError(f"The judge's range must have lowest < highest, got {lowest:g} and {highest:g}.")
         self._prompt, self._lowest, self._highest, self._scale = prompt, lowest, highest, scale
-        self._model = OpenAIOpponent(base_url, model, api_key_env, temperature, max_tokens, timeout_s)
+        self._model = OpenAIPlayer(base_url, model, api_key_env, temperature, max_tokens, timeout_s)
 
     def __call__(self, episode: Episode) -> float:
         """Score an episode. Raises ConnectionError if the server does not answer, ValueError if the answer has no number in the range."""

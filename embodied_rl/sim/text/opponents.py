@@ -9,8 +9,8 @@ import re
 import time
 import urllib.error
 import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,12 @@ _NOT_MOVES = re.compile(r"game|player.*", re.IGNORECASE)
 _TRIES, _WAIT_S = 4, 1.0
 
 
-class Opponent(ABC):
-    """One opposing player."""
-
-    def begin(self, seed: int) -> None:  # noqa: B027  # a default
-        """Begin an episode."""
-
-    @abstractmethod
-    def act(self, observation: str) -> str:
-        """Next action of the opponent."""
+Player = Callable[[str], str]
+"""An opponent in one episode: from the observation's text to its action."""
 
 
-def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
-    """An opponent of the given kind.
+def make_opponent(kind: str, options: Mapping[str, Any]) -> Callable[[int], Player]:
+    """Function from an episode's seed to an opponent of the given kind.
 
     Args:
         kind: random, scripted or openai.
@@ -45,19 +38,22 @@ def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
 
     Raises UserError: an unknown or missing kind or option.
     """
-    known: dict[str, tuple[Callable[..., Opponent], tuple[str, ...], tuple[str, ...]]] = {  # (class, needed options, others)
-        "random": (RandomOpponent, (), ()),
-        "scripted": (ScriptedOpponent, ("target",), ()),
-        "openai": (OpenAIOpponent, ("base_url", "model"), ("api_key_env", "temperature", "max_tokens", "timeout_s")),
+    known: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # (needed options, others)
+        "random": ((), ()),
+        "scripted": (("target",), ()),
+        "openai": (("base_url", "model"), ("api_key_env", "temperature", "max_tokens", "timeout_s")),
     }
     require_known(kind, known, f"opponent='{kind}' is not a choice.")
-    made, needed, others = known[kind]
+    needed, others = known[kind]
     for name in options:
         require_known(name, (*needed, *others), f"opponent={kind} does not take '{name}'.")
     for name in needed:
         if not options.get(name):
             raise UserError(f"opponent={kind} needs opponent_options.{name}.")
-    return made(**options)
+    if kind == "random":
+        return lambda seed: partial(random_move, random=np.random.default_rng([seed, 1]))
+    play = OpenAIPlayer(**options).act if kind == "openai" else load_target(options["target"])
+    return lambda seed: lambda observation: str(play(observation))
 
 
 def offered_moves(observation: str) -> list[str]:
@@ -74,32 +70,7 @@ def random_move(observation: str, random: np.random.Generator) -> str:
     return moves[int(random.integers(len(moves)))] if moves else ""
 
 
-class RandomOpponent(Opponent):
-    """Plays a random offered move."""
-
-    def __init__(self) -> None:
-        self._random = np.random.default_rng(0)
-
-    def begin(self, seed: int) -> None:
-        """Seed the moves of an episode."""
-        self._random = np.random.default_rng([seed, 1])
-
-    def act(self, observation: str) -> str:
-        return random_move(observation, self._random)
-
-
-class ScriptedOpponent(Opponent):
-    """A function of the observation."""
-
-    def __init__(self, target: str) -> None:
-        """Raises UserError if the function does not exist."""
-        self._play = load_target(target)
-
-    def act(self, observation: str) -> str:
-        return str(self._play(observation))
-
-
-class OpenAIOpponent(Opponent):
+class OpenAIPlayer:
     """Plays with a model behind a server with OpenAI's chat completions."""
 
     def __init__(
@@ -118,7 +89,7 @@ class OpenAIOpponent(Opponent):
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
 
     def act(self, observation: str) -> str:
-        """See `Opponent.act`. Raises ConnectionError if several attempts get no answer; the episode then has no result."""
+        """Next action. Raises ConnectionError if several attempts get no answer; the episode then has no result."""
         body = json.dumps({**self._body, "messages": [{"role": "user", "content": observation}]}).encode()
         headers = {"Content-Type": "application/json"} | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         reason = ""

@@ -10,7 +10,7 @@ import difflib
 import functools
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, from_extra
-from embodied_rl.sim.text.opponents import Opponent, make_opponent, random_move
+from embodied_rl.sim.text.opponents import Player, make_opponent, random_move
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn, check_arguments
 
 if TYPE_CHECKING:
@@ -99,14 +99,13 @@ def make(
         raise UserError(f"TextArena has no game '{task}'.{hint} `python -m embodied_rl.catalog tasks textarena` lists {len(tasks())}.")
     if (family := task.partition("-v")[0]) in BROKEN:
         raise UserError(f"TextArena's '{task}' cannot be played: {BROKEN[family]}.")
-    options = dict(opponent_options or {})
-    make_opponent(opponent, options)  # raises now for a wrong option
+    opponents = make_opponent(opponent, opponent_options or {})
     players = num_players or _least_players(task, kwargs)
     if seat != "alternate" and not (isinstance(seat, int) and 0 <= seat < players):
         raise UserError(f"TextArena: seat must be 'alternate' or between 0 and {players - 1}, got {seat!r}.")
     return TextSim(
         task,
-        lambda: ArenaGame(task, players, seat, [make_opponent(opponent, options) for _ in range(players)], success_reward, kwargs),
+        lambda: ArenaGame(task, players, seat, opponents, success_reward, kwargs),
         num_envs,
         max_turns=max_turns,
         snapshots="none" if opponent == "openai" else "replay",
@@ -122,20 +121,21 @@ class ArenaGame(TextGame):
     task: str
     players: int
     seat_rule: int | str
-    opponents: Sequence[Opponent]
+    opponents: Callable[[int], Player]
+    """Function from a seed to a player of one of the other seats."""
     success_reward: float
     kwargs: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         self._env: Env
+        self._others: list[Player] = []
         self._seat, self._text = 0, ""
 
     def reset(self, seed: int) -> str:
         self._seat = seed % self.players if self.seat_rule == "alternate" else int(self.seat_rule)
         # TextArena's wrappers keep the last episode's views of the players and show them in the next one.
         self._env = _made(self.task, self.kwargs)
-        for number, opponent in enumerate(self.opponents):
-            opponent.begin(seed * _MOST_PLAYERS + number)
+        self._others = [self.opponents(seed * _MOST_PLAYERS + number) for number in range(self.players)]
         with _data_of(self.task):
             self._env.reset(num_players=self.players, seed=seed % 2**31)
         if self._let_others_play():
@@ -168,7 +168,7 @@ class ArenaGame(TextGame):
             if player == self._seat:
                 self._text = str(observation).strip()
                 return False
-            done, _ = self._env.step(action=self.opponents[player].act(str(observation)))
+            done, _ = self._env.step(action=self._others[player](str(observation)))
             if done:
                 return True
         raise RuntimeError(f"TextArena's '{self.task}' did not return to seat {self._seat} within {_OTHERS_TURNS} turns of the others.")

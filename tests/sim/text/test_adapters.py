@@ -176,12 +176,11 @@ def echo(observation: str) -> str:
 
 
 def test_opponents_by_kind() -> None:
-    assert opponents.make_opponent("scripted", {"target": "tests.sim.text.test_adapters:echo"}).act("four") == "[4]"
-    one, other = opponents.make_opponent("random", {}), opponents.make_opponent("random", {})
-    one.begin(3)
-    other.begin(3)
+    assert opponents.make_opponent("scripted", {"target": "tests.sim.text.test_adapters:echo"})(0)("four") == "[4]"
+    random = opponents.make_opponent("random", {})
+    one, other = random(3), random(3)
     text = "Available moves: [1] [2] [3] [4]"
-    assert [one.act(text) for _ in range(8)] == [other.act(text) for _ in range(8)]
+    assert [one(text) for _ in range(8)] == [other(text) for _ in range(8)]
     for kind, options, message in (
         ("randon", {}, "Did you mean 'random'"),
         ("random", {"model": "x"}, "does not take 'model'"),
@@ -230,12 +229,12 @@ def test_a_model_behind_a_server_as_opponent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(opponents, "_WAIT_S", 0.01)
     monkeypatch.setenv("MY_KEY", "sk-1")
     with chat_server([503, 0, 200]) as (url, asked):
-        player = opponents.make_opponent("openai", {"base_url": url, "model": "m", "api_key_env": "MY_KEY"})
-        assert player.act("your move") == "[3]"
+        player = opponents.make_opponent("openai", {"base_url": url, "model": "m", "api_key_env": "MY_KEY"})(0)
+        assert player("your move") == "[3]"
     assert [key for key, _ in asked] == ["Bearer sk-1"] * 3
     assert asked[2][1]["messages"] == [{"role": "user", "content": "your move"}]
     with chat_server([400]) as (url, asked), pytest.raises(ConnectionError, match="status 400"):
-        opponents.make_opponent("openai", {"base_url": url, "model": "m"}).act("x")
+        opponents.make_opponent("openai", {"base_url": url, "model": "m"})(0)("x")
     assert len(asked) == 1, "what is wrong is not asked again"
 
 
