@@ -22,7 +22,7 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, load_to_play, main
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
+from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.rollout import evaluation
 from embodied_rl.rollout.evaluation import evaluate
@@ -179,7 +179,7 @@ def test_random_actions_balance_for_as_long_as_chance_does(cartpole: Path, tmp_p
 
 
 def test_random_actions_fill_the_whole_range() -> None:
-    generator = NoisyGenerator(RandomGenerator(SPEC), SPEC, seed=3)
+    generator = RandomGenerator(SPEC, seed=3)
     generator.publish(7)
     slots = np.arange(5000)
     generator.send(slots, {}, None)
@@ -200,7 +200,7 @@ def test_random_choices_are_all_taken() -> None:
     import dataclasses
 
     spec = dataclasses.replace(SPEC, action=ActionSpec.discrete(3))
-    generator = NoisyGenerator(RandomGenerator(spec), spec, seed=0)
+    generator = RandomGenerator(spec, seed=0)
     generator.send(np.arange(3000), {}, None)
     counts = np.bincount(generator.recv().action.ravel(), minlength=3)
     assert abs(counts - 1000).max() < 5 * np.sqrt(1000 * 2 / 3)
@@ -465,7 +465,7 @@ def test_each_task_of_a_multi_task_simulator_has_its_row(tmp_path: Path, capsys:
 def test_an_evaluation_that_is_ended_keeps_the_seeds_up_to_the_first_unplayed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = load_sim_config("pendulum")
     with EnvManager.from_config(dataclasses.replace(sim, num_workers=1), EpisodeSeeds.held_out(0), num_slots=3) as manager:
-        player = NoisyGenerator(RandomGenerator(manager.spec), manager.spec, 0)
+        player = RandomGenerator(manager.spec, 0)
         asked = itertools.count()
         cut = evaluate(manager, player, 8, is_over=lambda: next(asked) >= 250)  # episodes have 200 steps
         none = evaluate(manager, player, 8, is_over=lambda: True)

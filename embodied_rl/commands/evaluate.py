@@ -26,7 +26,7 @@ from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.evaluation import output
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.base import Generator
-from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
+from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.progress import progress_bar
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.trust import trusted_names
@@ -179,7 +179,7 @@ def make_generator(
     if checkpoint.config.policy.name == "language":
         return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
-        return NoisyGenerator(RandomGenerator(spec), spec, seed)  # also for callers that give no noise
+        return RandomGenerator(spec, seed)  # also for callers that give no noise
     return acting(make_policy(checkpoint, spec, same_task=same_task))
 
 
@@ -529,7 +529,7 @@ def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generato
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
         return _speaking(player, manager, folder)
     if player.kind == "random":
-        return NoisyGenerator(RandomGenerator(spec), spec, config.seed)
+        return RandomGenerator(spec, config.seed)
     from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.build import build_policy
 

@@ -42,15 +42,20 @@ class RandomGenerator(QueuedGenerator):
     """Uniform actions over the simulator's whole range, regardless of the observation.
 
     The caller's noise is the source of randomness: the normal distribution function maps standard normal numbers to [-1, 1], and uniform
-    numbers map to the choices. Without noise (deterministic acting) the action is the middle of the range, or choice 0.
+    numbers map to the choices. Without noise (deterministic acting) the action is the middle of the range, or choice 0, unless it has its
+    own seed.
     """
 
-    def __init__(self, spec: SimSpec) -> None:
+    def __init__(self, spec: SimSpec, seed: int | None = None) -> None:
+        """`seed`: of the noise that replaces a missing one."""
         super().__init__()
-        self.spec = spec
+        self.spec, self._layout = spec, ActionLayout.of(spec.action)
+        self._random = None if seed is None else np.random.default_rng(seed)
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         action_spec = self.spec.action
+        if noise is None and self._random is not None:
+            noise = self._layout.noise(self._random, (len(slots),))
         shape = (len(slots), action_spec.dim)
         if action_spec.kind == "discrete":
             uniform = np.zeros(shape, np.float32) if noise is None else noise
@@ -62,14 +67,3 @@ class RandomGenerator(QueuedGenerator):
             density = 0.5
         log_prob = np.full(shape, np.log(density), np.float32)
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version))
-
-
-class NoisyGenerator(WrappedGenerator):
-    """Draws noise for a caller that acts deterministically, so that random actions are random."""
-
-    def __init__(self, generator: Generator, spec: SimSpec, seed: int) -> None:
-        super().__init__(generator)
-        self._layout, self._random = ActionLayout.of(spec.action), np.random.default_rng(seed)
-
-    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        super().send(slots, observation, self._layout.noise(self._random, (len(slots),)) if noise is None else noise)

@@ -609,15 +609,15 @@ class TokenView(TokenBackend):
 
 
 Script = Callable[[GenerationRequest], Sequence[int]]
-"""Function from a request to the answer's tokens, including its stop token if it ends with one."""
+"""Function from a request to the answer's tokens, including its stop token if it ends with one; its last token ends it in any case."""
 
 
-class _Instant(Stepwise):
-    """Shared base of the backends without a model: one step answers all requests in full, in order."""
+class ScriptedTokens(Stepwise):
+    """Answers from a function, where every token has probability 1. One step answers all requests in full, in order."""
 
-    def __init__(self, version: int, seed: int = 0) -> None:
+    def __init__(self, script: Script, version: int = 0, seed: int = 0) -> None:
         super().__init__(seed=seed)
-        self.version = version
+        self._script, self.version = script, version
 
     def _check(self, request: GenerationRequest) -> None:
         refuse_structures([request])
@@ -631,68 +631,35 @@ class _Instant(Stepwise):
         self.version = version
 
     def _answer(self, request: GenerationRequest) -> Completion:
-        raise NotImplementedError
-
-    def _completion(
-        self, request: GenerationRequest, token_ids: Sequence[int], log_prob: Sequence[float], *, ends: bool = True
-    ) -> Completion:
-        """Cut the answer at the first stop token and at the request's length; `ends`: its last token ends it in any case."""
-        stops = [place for place, token in enumerate(token_ids) if token in request.stop_ids]
-        whole = stops[0] + 1 if stops else len(token_ids)
-        count = min(whole, request.max_new_tokens)
-        reason: FinishReason = "stop" if count == whole and (ends or stops) else "length"
-        limit: LengthLimit | None = None if reason == "stop" else "max_new_tokens"
-        return Completion.of(
-            request.request_id, token_ids[:count], log_prob[:count], log_prob[:count], [self.version] * count, reason, limit=limit
-        )
-
-
-class ScriptedTokens(_Instant):
-    """Answers from a function: every token has probability 1. Implements `TokenBackend`."""
-
-    def __init__(self, script: Script, version: int = 0) -> None:
-        super().__init__(version)
-        self._script = script
-
-    def _answer(self, request: GenerationRequest) -> Completion:
+        """The script's answer, cut at its first stop token and at the request's length."""
         token_ids = [int(token) for token in self._script(request)]
-        return self._completion(request, token_ids, [0.0] * len(token_ids))
+        whole = next((place + 1 for place, token in enumerate(token_ids) if token in request.stop_ids), len(token_ids))
+        count = min(whole, request.max_new_tokens)
+        reason: FinishReason = "stop" if count == whole else "length"
+        limit: LengthLimit | None = None if count == whole else "max_new_tokens"
+        log_prob = self._log_prob(token_ids)[:count]
+        return Completion.of(request.request_id, token_ids[:count], log_prob, log_prob, [self.version] * count, reason, limit=limit)
+
+    def _log_prob(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token of an answer."""
+        return [0.0] * len(token_ids)
 
 
-class RandomTokens(_Instant):
-    """Uniform random answers, from the request's seed. Implements `TokenBackend`.
+class RandomTokens(ScriptedTokens):
+    """One of several whole answers, each equally likely, from the request's seed: a token's probability is the share of answers that
+    continue with it."""
 
-    With `choices`, it draws one whole answer, each equally likely: a token's probability is the share of answers that continue with it.
-    With `token_ids`, it draws any of these tokens at each position until it draws a stop token.
-    """
+    def __init__(self, choices: Sequence[Sequence[int]], seed: int = 0) -> None:
+        """Raises UserError: there is no choice, or an empty one."""
+        super().__init__(self._draw, seed=seed)
+        if not choices or not all(map(len, choices)):
+            raise UserError("RandomTokens needs choices: answers of at least one token.")
+        self._choices = [[int(token) for token in choice] for choice in choices]
 
-    def __init__(
-        self,
-        *,
-        choices: Sequence[Sequence[int]] | None = None,
-        token_ids: Sequence[int] | None = None,
-        seed: int = 0,
-        version: int = 0,
-    ) -> None:
-        """Pass exactly one of `choices` and `token_ids`. Raises UserError for neither, both, or an empty one."""
-        super().__init__(version, seed)
-        if (choices is None) == (token_ids is None) or not (choices or token_ids) or any(len(choice) == 0 for choice in choices or ()):
-            raise UserError("RandomTokens needs either choices (answers of at least one token) or token_ids, not both.")
-        self._choices = None if choices is None else [[int(token) for token in choice] for choice in choices]
-        self._token_ids = None if token_ids is None else np.unique(np.asarray(token_ids, np.int64))
+    def _draw(self, request: GenerationRequest) -> list[int]:
+        return self._choices[int(uniform_stream(self._seed_of(request)).integers(len(self._choices)))]
 
-    def _answer(self, request: GenerationRequest) -> Completion:
-        generator = uniform_stream(self._seed_of(request))
-        if self._choices is not None:
-            chosen = self._choices[int(generator.integers(len(self._choices)))]
-            return self._completion(request, chosen, self._prefix_log_prob(chosen))
-        assert self._token_ids is not None
-        drawn = self._token_ids[generator.integers(len(self._token_ids), size=request.max_new_tokens)].tolist()
-        # Drawn up to the request's length: only a stop token ends it earlier.
-        return self._completion(request, drawn, [-math.log(len(self._token_ids))] * len(drawn), ends=False)
-
-    def _prefix_log_prob(self, chosen: Sequence[int]) -> list[float]:
-        assert self._choices is not None
-        # For each prefix of the chosen answer: the number of answers that begin with it.
-        counts = [sum(choice[:length] == chosen[:length] for choice in self._choices) for length in range(len(chosen) + 1)]
-        return [math.log(counts[place + 1] / counts[place]) for place in range(len(chosen))]
+    def _log_prob(self, token_ids: Sequence[int]) -> list[float]:
+        # For each prefix of the answer: the number of answers that begin with it.
+        counts = [sum(choice[:length] == token_ids[:length] for choice in self._choices) for length in range(len(token_ids) + 1)]
+        return [math.log(counts[place + 1] / counts[place]) for place in range(len(token_ids))]
