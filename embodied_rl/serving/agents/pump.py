@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, TokenCache
@@ -22,18 +23,24 @@ _END_S = 60.0
 """Seconds for the backend's present step to end, after which the backend returns to its owner."""
 
 
-@dataclass(frozen=True)
+class BackendDiedError(RuntimeError):
+    """The backend raised something that no request is to blame for."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"The generation backend has died ({type(cause).__name__}: {cause}).")
+
+
+@dataclass
 class _Asked:
+    """A request in flight."""
+
     request: GenerationRequest
-    future: Future[Completion]
-    arriving: queue.SimpleQueue[list[int] | None] | None = None
-    """Queue for the growing tokens, with None at the end; None: the client does not stream."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[[TokenBackend], Any]
-    future: Future[Any]
+    watched: bool
+    """Whether `arriving` gets its tokens as they grow."""
+    future: Future[Completion] = field(default_factory=Future)
+    arriving: queue.SimpleQueue[list[int] | None] = field(default_factory=queue.SimpleQueue)
+    """Tokens so far, repeatedly; None: the future is done."""
+    num_sent: int = 0
 
 
 class BackendPump(TokenCache):
@@ -45,13 +52,12 @@ class BackendPump(TokenCache):
     def __init__(self, backend: TokenBackend) -> None:
         self._backend = backend
         self._ids = itertools.count(1)
-        self._inbox: queue.SimpleQueue[_Asked | _Call | None] = queue.SimpleQueue()
-        self._in_flight: dict[int, Future[Completion]] = {}
-        self._watched: dict[int, queue.SimpleQueue[list[int] | None]] = {}
-        self._num_sent: dict[int, int] = {}
+        self._inbox: queue.SimpleQueue[tuple[Callable[[TokenBackend], Any], Future[Any]] | None] = queue.SimpleQueue()
+        """Calls, and the futures of their results; None: the end."""
+        self._in_flight: dict[int, _Asked] = {}
         self._closed = False
         self._entry = threading.Lock()
-        """Held while a request enters and while the thread closes: earlier requests are answered, later ones refused."""
+        """Held while a call enters and while the thread closes: earlier calls are answered, later ones refused."""
         self._thread = threading.Thread(target=self._run, name="token pump", daemon=True)
         self._thread.start()
 
@@ -71,10 +77,9 @@ class BackendPump(TokenCache):
         Raises UserError: the backend cannot fulfil the request; RuntimeError: the pump was closed, or the backend has died.
         """
         number = next(self._ids)
-        arriving: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        future: Future[Completion] = Future()
-        future.add_done_callback(lambda _: arriving.put(None))
-        self._put(_Asked(replace(request, request_id=number), future, arriving if enough is not None else None))
+        asked = _Asked(replace(request, request_id=number), watched=enough is not None)
+        asked.future.add_done_callback(lambda _: asked.arriving.put(None))
+        self.call(functools.partial(self._submit, asked))
         abort: Callable[[TokenBackend], None] = lambda backend: backend.abort([number])  # noqa: E731
         aborted, looked_s = False, time.monotonic()
         try:
@@ -85,7 +90,7 @@ class BackendPump(TokenCache):
                         aborted = True
                         self.call(abort)
                 try:
-                    tokens = arriving.get(timeout=_LOOK_S)
+                    tokens = asked.arriving.get(timeout=_LOOK_S)
                 except queue.Empty:
                     continue
                 if tokens is None:
@@ -94,11 +99,11 @@ class BackendPump(TokenCache):
                     aborted = True
                     self.call(abort)
                 yield tokens
-            yield future.result()
+            yield asked.future.result()
         except CancelledError:
             raise RuntimeError("The proxy was closed while a request was waiting.") from None
         finally:
-            if not future.done():
+            if not asked.future.done():
                 with contextlib.suppress(RuntimeError):
                     self.call(abort)
 
@@ -108,7 +113,10 @@ class BackendPump(TokenCache):
         Raises the function's exception, and RuntimeError: the pump was closed.
         """
         future: Future[Any] = Future()
-        self._put(_Call(function, future))
+        with self._entry:
+            if self._closed:
+                raise RuntimeError("The proxy is closed.")
+            self._inbox.put((function, future))
         try:
             return future.result()
         except CancelledError:
@@ -149,19 +157,13 @@ class BackendPump(TokenCache):
         self._inbox.put(None)
         self._thread.join(_END_S)
 
-    def _put(self, item: _Asked | _Call) -> None:
-        with self._entry:
-            if self._closed:
-                raise RuntimeError("The proxy is closed.")
-            self._inbox.put(item)
-
     def _run(self) -> None:
         try:
             while self._take_in():
                 self._poll()
         except BaseException as error:
-            for future in self._in_flight.values():
-                future.set_exception(_dead(error))
+            for asked in self._in_flight.values():
+                asked.future.set_exception(error if isinstance(error, BackendDiedError) else BackendDiedError(error))
             self._in_flight.clear()
             raise
         finally:
@@ -170,69 +172,54 @@ class BackendPump(TokenCache):
             self._drop_all()
 
     def _take_in(self) -> bool:
-        """Accept arrived requests, waiting for one if nothing is in flight; returns False at the end."""
+        """Make the calls that arrived, waiting for one if nothing is in flight; returns False at the end."""
         item = self._inbox.get() if not self._in_flight else None
         while not self._closed:
-            if isinstance(item, _Asked):
-                self._submit(item)
-            elif item is not None:
-                _fulfil(item.future, lambda call=item: call.function(self._backend))  # type: ignore[misc]
+            if item is not None:
+                function, future = item
+                try:
+                    future.set_result(function(self._backend))
+                except BaseException as error:
+                    future.set_exception(error)
+                    if isinstance(error, BackendDiedError):
+                        raise
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return True
         if item is not None:  # taken out, but not begun
-            item.future.cancel()
+            item[1].cancel()
         return False
 
-    def _submit(self, asked: _Asked) -> None:
+    def _submit(self, asked: _Asked, backend: TokenBackend) -> None:
         try:
-            self._backend.submit([asked.request])
-        except ValueError as error:  # includes UserError: this request is refused, others continue
-            asked.future.set_exception(error)
-        except BaseException as error:
-            asked.future.set_exception(_dead(error))
+            backend.submit([asked.request])
+        except ValueError:  # includes UserError: this request is refused, others continue
             raise
-        else:
-            self._in_flight[asked.request.request_id] = asked.future
-            if asked.arriving is not None:
-                self._watched[asked.request.request_id] = asked.arriving
+        except BaseException as error:
+            raise BackendDiedError(error) from error
+        self._in_flight[asked.request.request_id] = asked
 
     def _poll(self) -> None:
         if not self._in_flight:
             return
         completions = self._backend.poll(1, _POLL_S)
         for completion in completions:
-            future = self._in_flight.pop(completion.request_id, None)
-            self._watched.pop(completion.request_id, None)
-            self._num_sent.pop(completion.request_id, None)
-            if future is not None:
-                future.set_result(completion)
-        for number, tokens in self._backend.sampled_so_far(list(self._watched)).items() if self._watched else ():
-            if len(tokens) > self._num_sent.get(number, 0):
-                self._num_sent[number] = len(tokens)
-                self._watched[number].put(tokens)
+            if (ended := self._in_flight.pop(completion.request_id, None)) is not None:
+                ended.future.set_result(completion)
+        watched = [number for number, asked in self._in_flight.items() if asked.watched]
+        for number, tokens in self._backend.sampled_so_far(watched).items() if watched else ():
+            asked = self._in_flight[number]
+            if len(tokens) > asked.num_sent:
+                asked.num_sent = len(tokens)
+                asked.arriving.put(tokens)
         if not completions:
             time.sleep(0.001)  # a paused backend answers at once
 
     def _drop_all(self) -> None:
-        for future in self._in_flight.values():
-            future.cancel()
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if item is not None:
-                item.future.cancel()
-
-
-def _dead(error: BaseException) -> RuntimeError:
-    return RuntimeError(f"The generation backend has died ({type(error).__name__}: {error}).")
-
-
-def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
+        for asked in self._in_flight.values():
+            asked.future.cancel()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (item := self._inbox.get_nowait()) is not None:
+                    item[1].cancel()
