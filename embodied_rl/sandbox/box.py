@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Literal, TypedDict, cast, get_args
 
-from embodied_rl.errors import UserError, require_known
+from embodied_rl.errors import Limits, UserError, require_known
 from embodied_rl.sandbox import landlock
 
 Level = Literal["namespaces", "landlock", "prlimit"]
@@ -193,8 +193,8 @@ _LATE_S = 10.0
 
 
 @dataclass(frozen=True)
-class PythonLimits:
-    """Limits of one program and its descendants. Raises UserError for a limit that is not above 0."""
+class PythonLimits(Limits):
+    """Limits of one program and its descendants. Raises UserError for a limit that is not above 0 and finite."""
 
     timeout_s: float = 10.0
     """Seconds on the clock, and of processor time: on average it may use one core."""
@@ -207,12 +207,8 @@ class PythonLimits:
     output_bytes: int = 2**16
     """Most bytes of output; the rest is dropped."""
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise UserError(f"{name} must be > 0, got {value}.")
-
-    def box(self, level: Level, *, network: bool) -> Box:
+    def box(self, level: Level, *, network: bool = False) -> Box:
+        """Rights of a program. `network`: let it use our network; all other limits stay."""
         return Box(
             level,
             "open" if network else "none",
@@ -240,20 +236,13 @@ class ProgramEnd:
     """Sentence about another exceeded limit; empty: none."""
 
 
-def run_program(
-    code: str, limits: PythonLimits, level: Level, *, network: bool = False, stdin: str = "", separate: bool = False
-) -> ProgramEnd:
+def run_program(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = "", separate: bool = False) -> ProgramEnd:
     """Run a program until it ends or its time is over.
 
     Args:
-        level: protection (`embodied_rl.sandbox.box.protection`).
-        network: let it use our network; all other limits stay.
+        output_bytes: most bytes of its output; the rest is dropped.
         separate: keep its error stream separate from its output.
     """
-    return run_boxed(code, limits.box(level, network=network), limits.output_bytes, stdin=stdin, separate=separate)
-
-
-def run_boxed(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = "", separate: bool = False) -> ProgramEnd:
     source = code.encode("utf-8", "surrogatepass")
     reason, report = os.pipe()
     try:
@@ -382,7 +371,7 @@ def failure(level: Level) -> str:
         Path(folder, "secret").write_text("x", encoding="ascii")
         os.chmod(folder, 0o777)  # the sandbox must protect the folder, not its mode
         code = _PROBE.format(folder=folder, parent=os.getpid(), port=server.getsockname()[1])
-        ended = run_program(code, PythonLimits(timeout_s=60.0), level)
+        ended = run_program(code, PythonLimits(timeout_s=60.0).box(level))
     lines = ended.output.strip().splitlines()
     if ended.status != 0 or len(lines) < 2 or lines[-1] != "done":
         return ended.stopped or (lines[-1] if lines else f"status {ended.status}")

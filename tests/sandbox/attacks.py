@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from embodied_rl.sandbox.box import LEVELS, Box, Level, ProgramEnd, PythonLimits, failure, run_boxed, run_program
+from embodied_rl.sandbox.box import LEVELS, Box, Level, ProgramEnd, PythonLimits, failure, run_program
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def made_victim(folder: Path) -> Iterator[Victim]:
 
 def reach(name: str, level: Level, victim: Victim) -> ProgramEnd:
     """One of `REACHED` on a victim; it prints done where it comes to pass."""
-    return run_program(f"{victim.names()}\n{REACHED[name]}\n{DONE}", LIMITS, level)
+    return run_program(f"{victim.names()}\n{REACHED[name]}\n{DONE}", LIMITS.box(level))
 
 
 def box_of(name: str, level: Level) -> Box:
     """For one of `USED`."""
-    box = PythonLimits(timeout_s=1.0 if name == "time" else 60.0).box(level, network=False)
+    box = PythonLimits(timeout_s=1.0 if name == "time" else 60.0).box(level)
     return replace(box, cpu_s=0.5) if name == "processor" else box  # of all, that is: each of the eight is far below
 
 
@@ -173,7 +173,7 @@ def outlives(level: Level) -> bool:
         "import os, subprocess, sys\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
         f"        os.execvp('sleep', ['sleep', {mark!r}])\n    os._exit(0)\nos.wait()\nprint('left it')"
     )
-    assert run_program(code, LIMITS, level).output == "left it\n"
+    assert run_program(code, LIMITS.box(level)).output == "left it\n"
     return not tree_is_gone(mark)
 
 
@@ -183,7 +183,7 @@ def outlives_us(level: Level, folder: Path) -> bool:
     code = (
         f"import os\nif not os.fork(): os.setsid(); os.execvp('sleep', ['sleep', {mark!r}])\nprint('begun', flush=True)\nwhile True: pass"
     )
-    ours = f"from embodied_rl.sandbox.box import *\nrun_program({code!r}, PythonLimits(timeout_s=600.0), {level!r})"
+    ours = f"from embodied_rl.sandbox.box import *\nrun_program({code!r}, PythonLimits(timeout_s=600.0).box({level!r}))"
     process = subprocess.Popen([sys.executable, "-c", ours], cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(folder)})
     until = time.monotonic() + 60
     while not any(mark.encode() in _read(path) for path in _sleepers()) and time.monotonic() < until:
@@ -213,7 +213,7 @@ def main() -> None:
             tries: dict[str, Callable[[], bool]] = {"outlive": partial(outlives, level)}
             tries["orphan"] = partial(outlives_us, level, Path(folder))
             tries |= {name: partial(_printed_done, partial(reach, name, level, victim)) for name in REACHED}
-            tries |= {name: partial(_printed_done, partial(run_boxed, f"{USED[name]}\n{DONE}", box_of(name, level))) for name in USED}
+            tries |= {name: partial(_printed_done, partial(run_program, f"{USED[name]}\n{DONE}", box_of(name, level))) for name in USED}
             stopped[level] = {name: not tries[name]() for name in wanted}
     print(json.dumps(stopped))
 

@@ -27,7 +27,6 @@ from embodied_rl.sandbox.box import (
     ProgramEnd,
     PythonLimits,
     failure,
-    run_boxed,
     run_program,
 )
 from tests.sandbox.attacks import ATTACKS, DONE, LIMITS, REACHED, USED, Attack, Victim, box_of, made_victim, outlives, outlives_us, reach
@@ -68,7 +67,7 @@ def test_what_a_program_reaches(attack: Attack, level: Level, victim: Victim) ->
 def test_what_a_program_uses(name: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need(level)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended = run_boxed(f"{USED[name]}\n{DONE}", box_of(name, level))
+    ended = run_program(f"{USED[name]}\n{DONE}", box_of(name, level))
     assert "done" not in ended.output, ended
     assert ended.timed_out == (name == "time"), ended
     assert not list(tmp_path.glob("sandbox-*")), "its folder is gone"
@@ -90,7 +89,7 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -
         "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    if not os.fork():\n"
         "        while time.process_time() < 0.02: pass\n        os._exit(0)\n    time.sleep(0.025)"
     )
-    ended = run_boxed(code, replace(PythonLimits(timeout_s=240.0).box(level, network=False), cpu_s=0.4))
+    ended = run_program(code, replace(PythonLimits(timeout_s=240.0).box(level), cpu_s=0.4))
     assert "processor time" in ended.stopped, ended
     group = supervisor.new_group()
     assert group is not None
@@ -151,7 +150,7 @@ def test_what_landlock_does_not_check_is_refused_all_the_same(victim: Victim) ->
     need("landlock")
 
     def run(code: str) -> ProgramEnd:
-        return run_boxed(f"{victim.names()}\n{code}", Box("landlock", timeout_s=60.0, landlock_abi=1))
+        return run_program(f"{victim.names()}\n{code}", Box("landlock", timeout_s=60.0, landlock_abi=1))
 
     assert "PermissionError" in run(REACHED["signal"]).output
     assert "PermissionError" in run(REACHED["home"]).output
@@ -176,7 +175,7 @@ def test_a_network_opens_nothing_else(level: Level, victim: Victim) -> None:
     need(level)
     for name, reached in (("connect", True), ("home", False), ("environ", False), ("write", False), ("unix", False), ("ptrace", False)):
         code = f"{victim.names()}\n{REACHED[name]}\n{DONE}"
-        ended = run_program(code, LIMITS, level, network=True)
+        ended = run_program(code, LIMITS.box(level, network=True))
         if reached or level != "prlimit":
             assert ended.output.endswith("done\n") is reached, (name, ended)
 
@@ -190,18 +189,18 @@ def test_one_port_and_no_other(level: Level, victim: Victim) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         second = f"PORT = {other.getsockname()[1]}"
         box = Box(level, "ports", ports=(port,), timeout_s=60.0)
-        assert run_boxed(f"{victim.names()}\n{REACHED['connect']}\n{DONE}", box).output == "done\n"
-        assert "PermissionError" in run_boxed(f"{victim.names()}\n{second}\n{REACHED['connect']}", box).output
+        assert run_program(f"{victim.names()}\n{REACHED['connect']}\n{DONE}", box).output == "done\n"
+        assert "PermissionError" in run_program(f"{victim.names()}\n{second}\n{REACHED['connect']}", box).output
         datagram = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))"
-        assert "PermissionError" in run_boxed(f"{victim.names()}\n{datagram}", box).output
+        assert "PermissionError" in run_program(f"{victim.names()}\n{datagram}", box).output
         # Landlock sees neither of these; the first is refused before the kernel says whether it has MPTCP.
         for way in (
             "socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)",
             "socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', PORT))",
         ):
-            assert "PermissionError" in run_boxed(f"{victim.names()}\n{second}\nimport socket\n{way}", box).output, way
+            assert "PermissionError" in run_program(f"{victim.names()}\n{second}\nimport socket\n{way}", box).output, way
         sends = "import socket\none = socket.create_connection(('127.0.0.1', PORT))\none.sendmsg([b'x']); one.sendall(b'y')"
-        assert run_boxed(f"{victim.names()}\n{sends}\n{DONE}", box).output == "done\n"
+        assert run_program(f"{victim.names()}\n{sends}\n{DONE}", box).output == "done\n"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -214,11 +213,11 @@ def test_folders_that_are_opened(level: Level, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "read")
     box = Box(level, readable=(str(tmp_path / "read"), str(tmp_path / "link")), writable=(str(tmp_path / "write"),), timeout_s=60.0)
     run = f"import os\nos.chdir({str(tmp_path)!r}) if {level != 'namespaces'} else None\nfolder = {str(tmp_path)!r}\n"
-    assert run_boxed(f"{run}print(open(folder + '/read/file').read(), open(folder + '/link/file').read())", box).output == "read read\n"
-    assert run_boxed(f"{run}open(folder + '/write/new', 'w').write('x')", box).output == ""
+    assert run_program(f"{run}print(open(folder + '/read/file').read(), open(folder + '/link/file').read())", box).output == "read read\n"
+    assert run_program(f"{run}open(folder + '/write/new', 'w').write('x')", box).output == ""
     assert (tmp_path / "write" / "new").read_text() == "x"
     if level != "prlimit":
-        assert "Error" in run_boxed(f"{run}open(folder + '/read/new', 'w')", box).output
+        assert "Error" in run_program(f"{run}open(folder + '/read/new', 'w')", box).output
 
 
 def test_what_programs_may_use_works_at_every_level() -> None:
@@ -231,9 +230,9 @@ def test_what_programs_may_use_works_at_every_level() -> None:
             "thread = threading.Thread(target=print, args=['thread']); thread.start(); thread.join()\n"
             "with tempfile.TemporaryFile() as file: file.write(b'x')\nopen('/dev/null', 'w').write('x')\nsys.exit(5)"
         )
-        ended = run_program(code, LIMITS, level)
+        ended = run_program(code, LIMITS.box(level))
         assert (ended.output, ended.status) == ("6\n42\nthread\n", 5), (level, ended)
-        assert run_program("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", LIMITS, level).status == 128 + signal.SIGTERM
+        assert run_program("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", LIMITS.box(level)).status == 128 + signal.SIGTERM
 
 
 def test_the_page_shows_the_table() -> None:

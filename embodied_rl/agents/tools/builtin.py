@@ -154,12 +154,12 @@ class PythonTool(Tool):
 
         Raises UserError: this machine's protection is weaker.
         """
-        self._limits, self._network = limits or PythonLimits(), allow_network
-        self._level = protection(sandbox, "agent.tool_options.python_sandbox")
+        self._limits = limits or PythonLimits()
+        self._box = self._limits.box(protection(sandbox, "agent.tool_options.python_sandbox"), network=allow_network)
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         """See `Tool.run`. A failing program is a ToolError with its output and traceback."""
-        ended = run_program(argument(arguments, "code", str), self._limits, self._level, network=self._network)
+        ended = run_program(argument(arguments, "code", str), self._box, self._limits.output_bytes)
         status, output = ended.status, ended.output
         if ended.timed_out:
             raise ToolError(f"the program did not end within {self._limits.timeout_s:g} s and was stopped\n{output}".rstrip())

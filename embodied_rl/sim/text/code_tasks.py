@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from embodied_rl.errors import UserError, require_known
-from embodied_rl.sandbox.box import Level, ProgramEnd, PythonLimits, protection, run_program
+from embodied_rl.sandbox.box import Box, ProgramEnd, PythonLimits, protection, run_program
 from embodied_rl.sim.text.questions import example, read_rows
 from embodied_rl.sim.text.tasks import TaskSim, TextTask
 from embodied_rl.specs import Json
@@ -86,51 +86,47 @@ def program_of(answer: str) -> str:
     return blocks[-1] if blocks else answer
 
 
-def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, level: Level, *, network: bool = False) -> CodeReport:
-    """Run a program against tests: all calls in one process, each input in a separate one. `level`: protection of the sandbox."""
-
-    def run(source: str, stdin: str = "") -> ProgramEnd:
-        return run_program(source, limits, level, network=network, stdin=stdin, separate=True)
-
+def run_tests(code: str, tests: Sequence[CodeTest], box: Box) -> CodeReport:
+    """Run a program against tests: all calls in one process, each input in a separate one."""
     problems: list[str] = [""] * len(tests)  # why each failed
     calls = [index for index, test in enumerate(tests) if test.call is not None]
     if calls:
-        found = _call(run, code, [str(tests[index].call) for index in calls], limits)
+        found = _call(code, [str(tests[index].call) for index in calls], box)
         for index, (value, problem) in zip(calls, found, strict=True):
             right = not problem and _same(value, tests[index].result)
             problems[index] = "" if right else f"{tests[index].wanted}; it gave {_short(problem or value)}"
     for index, test in enumerate(tests):
         if test.call is None:
-            problems[index] = _print(run, code, test, limits)
+            problems[index] = _print(code, test, box)
     return CodeReport(tuple(not reason for reason in problems), next((reason for reason in problems if reason), ""))
 
 
-def _call(run: Callable[..., ProgramEnd], code: str, calls: list[str], limits: PythonLimits) -> list[tuple[str, str]]:
+def _call(code: str, calls: list[str], box: Box) -> list[tuple[str, str]]:
     """(value in Python's notation, reason why there is none) of each call."""
     mark = secrets.token_hex(16)  # distinguishes results from the program's own output
-    ended = run(_HARNESS.format(code=code, calls=calls, mark=mark))
+    ended = run_program(_HARNESS.format(code=code, calls=calls, mark=mark), box, separate=True)
     # A program may find the mark and write such lines itself.
     lines = (line.removeprefix(f"{mark} ").partition(" ") for line in ended.output.splitlines() if line.startswith(f"{mark} "))
     found = {number: value for number, _, value in lines}
-    missing = _why(ended, limits)
+    missing = _why(ended, box)
     results = [found.get(str(index)) for index in range(len(calls))]
     return [("", missing) if value is None else ("", value[1:]) if value.startswith("!") else (value, "") for value in results]
 
 
-def _print(run: Callable[..., ProgramEnd], code: str, test: CodeTest, limits: PythonLimits) -> str:
+def _print(code: str, test: CodeTest, box: Box) -> str:
     """Reason why a test of printed output failed; empty: it passed."""
-    ended = run(code, test.stdin)
+    ended = run_program(code, box, stdin=test.stdin, separate=True)
     if ended.timed_out or ended.status != 0:
-        return f"{test.wanted}; {_short(_why(ended, limits))}"
+        return f"{test.wanted}; {_short(_why(ended, box))}"
     given, wanted = ended.output.split(), test.stdout.split()
     if len(given) == len(wanted) and all(_same_word(one, other) for one, other in zip(given, wanted, strict=True)):
         return ""
     return f"{test.wanted}; it printed {_short(repr(ended.output))}"
 
 
-def _why(ended: ProgramEnd, limits: PythonLimits) -> str:
+def _why(ended: ProgramEnd, box: Box) -> str:
     if ended.timed_out:
-        return f"it did not end within {limits.timeout_s:g} s"
+        return f"it did not end within {box.timeout_s:g} s"
     if ended.stopped:
         return f"it was stopped: {ended.stopped}"
     last = (ended.errors.strip().splitlines() or [f"it ended with status {ended.status}"])[-1]
@@ -197,8 +193,8 @@ class CodeTask(TextTask):
         if self.attempts < 1:
             raise UserError(f"attempts must be >= 1, got {self.attempts}.")
         require_known(self.score, get_args(Score), f"score='{self.score}' is not a choice.")
-        self._limits = PythonLimits(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
-        self._level = protection(self.sandbox, "sim.kwargs.sandbox")
+        limits = PythonLimits(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        self._box = limits.box(protection(self.sandbox, "sim.kwargs.sandbox"), network=self.allow_network)
         self.max_turns = self.attempts
         self.instruction = "Answer with one Python program between ```python and ```."
         self._number, self._turn, self._best = 0, 0, 0.0
@@ -211,7 +207,7 @@ class CodeTask(TextTask):
         """See `TextTask.step`. Rewards of several attempts add up to the best one's score."""
         self._turn += 1
         problem = self.problems[self._number]
-        report = run_tests(program_of(action), problem.tests, self._limits, self._level, network=self.allow_network)
+        report = run_tests(program_of(action), problem.tests, self._box)
         right = all(report.passed)
         score = report.share if self.score == "share" else float(right)
         reward, self._best = max(score - self._best, 0.0), max(score, self._best)

@@ -23,8 +23,8 @@ from embodied_rl.types import StepBuffers
 from tests.generation.token_servers import Exchange, TokenServer
 from tests.service.servers import pauses_take_no_time
 
-LIMITS = PythonLimits(timeout_s=120.0)
 LEVEL = strongest() or "prlimit"
+BOX = PythonLimits(timeout_s=120.0).box(LEVEL)
 
 
 def play(sim: TaskSim, seed: int, *answers: str) -> list[tuple[str, float, bool, bool, bool, dict[str, Any]]]:
@@ -207,36 +207,36 @@ def test_the_program_is_the_last_block() -> None:
 )
 def test_calls_are_compared_outside_of_the_program(code: str, passed: tuple[bool, ...]) -> None:
     tests = [CodeTest(call="add(1, 2)", result=3), CodeTest(call="add(-5, 5)", result=0), CodeTest(call="add(.1, .2)", result=0.3)]
-    assert run_tests(code, tests, LIMITS, LEVEL).passed == passed
+    assert run_tests(code, tests, BOX).passed == passed
 
 
 def test_values_are_compared_as_json_knows_them() -> None:
     tests = [CodeTest(call="f(1)", result=[1, [2.5]]), CodeTest(call="f(2)", result={"1": True}), CodeTest(call="f(3)", result=1)]
     code = "def f(n): return {1: (1, (2.5,)), 2: {1: True}, 3: True}[n]"
-    assert run_tests(code, tests, LIMITS, LEVEL).passed == (True, True, False), "true is not 1"
-    report = run_tests("def f(n): return 10**400", [CodeTest(call="f(1)", result=0.5)], LIMITS, LEVEL)
+    assert run_tests(code, tests, BOX).passed == (True, True, False), "true is not 1"
+    report = run_tests("def f(n): return 10**400", [CodeTest(call="f(1)", result=0.5)], BOX)
     assert report.passed == (False,), "beyond every float"
 
 
 def test_what_programs_print_is_compared_word_by_word() -> None:
     tests = [CodeTest(stdin="1\n2\n", stdout="3"), CodeTest(stdin="", stdout="0\n")]
-    assert run_tests("import sys\nprint(sum(map(int, sys.stdin)))", tests, LIMITS, LEVEL).passed == (True, True)
-    assert run_tests("print(sum(int(l) for l in open(0)))", tests, LIMITS, LEVEL).passed == (True, True)
-    report = run_tests("print(int(input()) + int(input()))", tests, LIMITS, LEVEL)
+    assert run_tests("import sys\nprint(sum(map(int, sys.stdin)))", tests, BOX).passed == (True, True)
+    assert run_tests("print(sum(int(l) for l in open(0)))", tests, BOX).passed == (True, True)
+    report = run_tests("print(int(input()) + int(input()))", tests, BOX)
     assert report.passed == (True, False)
     assert "EOFError" in report.first_failure
-    assert run_tests("import sys\nprint(3, file=sys.stderr)", tests[:1], LIMITS, LEVEL).passed == (False,)
+    assert run_tests("import sys\nprint(3, file=sys.stderr)", tests[:1], BOX).passed == (False,)
 
 
 def test_a_program_that_does_not_end_is_stopped_and_reads_nothing_it_need_not() -> None:
-    report = run_tests("while True: pass", [CodeTest(stdin="x" * 300_000, stdout="")], PythonLimits(timeout_s=0.5), LEVEL)
+    report = run_tests("while True: pass", [CodeTest(stdin="x" * 300_000, stdout="")], PythonLimits(timeout_s=0.5).box(LEVEL))
     assert report.passed == (False,)
     assert "did not end within 0.5 s" in report.first_failure
 
 
 def test_output_and_errors_can_be_kept_apart() -> None:
     code = "import sys\nprint(input())\nprint('bad', file=sys.stderr)\nsys.exit(3)"
-    ended = run_program(code, LIMITS, LEVEL, stdin="hä\n", separate=True)
+    ended = run_program(code, BOX, stdin="hä\n", separate=True)
     assert (ended.status, ended.output, ended.errors, ended.timed_out) == (3, "hä\n", "bad\n", False)
 
 
