@@ -22,8 +22,8 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.serving.agents.app import AgentProxy
-from embodied_rl.serving.agents.chat import ChatRequest, StopTexts
-from embodied_rl.serving.agents.interfaces import ChatCompletions
+from embodied_rl.serving.agents.chat import StopTexts
+from embodied_rl.serving.agents.interfaces import GrowingText
 from tests.proxy.test_proxy import END, chat, serving, user
 from tests.proxy.test_proxy import folder as folder
 from tests.proxy.test_proxy import tokenizer as tokenizer
@@ -124,10 +124,8 @@ def test_a_stream_that_nobody_reads_any_more_is_aborted(tokenizer: ChatTokenizer
     ],
 )
 def test_what_is_not_certain_yet_is_held_back(growing: tuple[str, ...], tools: bool, pieces: tuple[str, ...]) -> None:
-    chat = ChatRequest(messages=(), tools=({},) if tools else None)
-    stream = ChatCompletions().stream(chat, "chatcmpl-1", "tiny", StopTexts((), str), 0)
-    sent = [event for text in growing for piece in [stream.grown(text)] if piece for event in stream.piece(piece)]
-    assert tuple(json.loads(event[6:])["choices"][0]["delta"]["content"] for event in sent) == pieces
+    text = GrowingText(StopTexts((), str), has_tools=tools)
+    assert tuple(filter(None, map(text.grown, growing))) == pieces
 
 
 def test_a_streamed_tool_call_comes_whole(tokenizer: ChatTokenizer) -> None:

@@ -69,6 +69,23 @@ class ProxyOptions:
             raise UserError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}.")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A client's request on its way to the backend."""
+
+    session: Session
+    chat: ChatRequest
+    parent: int | None
+    """Turn that it continues; see `Session.prompt`."""
+    requests: Sequence[GenerationRequest]
+    """One for each choice."""
+    stop: StopTexts
+    name: str
+    """Id of the answer."""
+    gone: Callable[[], bool]
+    """Whether the client no longer waits."""
+
+
 class AgentProxy:
     """Serves from construction on; see `embodied_rl.serve_agent`.
 
@@ -231,20 +248,21 @@ class AgentProxy:
         chat = self._possible(interface.read(request.body, session.recall))
         self._require_model(request.body.get("model", self._options.model))
         session.begin()
+        ask = functools.partial(self._asked, session, chat, interface.new_id(), request.client_gone)
         if not chat.stream:
             try:
-                return web.Reply(interface.whole(chat, self._sample(session, chat, interface.new_id(), request.client_gone)))
+                return web.Reply(interface.whole(chat, self._sample(ask())))
             finally:
                 session.release()
-        events = self._streamed(interface, session, chat, request.client_gone)
+        events = self._streamed(interface, session, ask)
         # Nothing is sent before the first token, so that a refusal gets its own status.
         return web.EventStream(_begun(next(events), events))
 
     def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
         """Token count of a prompt, for Anthropic's clients; nothing is sampled or kept."""
         session = self._session_of_key(request.key)
-        _, requests = self._asked(session, interfaces.Messages().read(request.body, session.recall))
-        return web.Reply({"input_tokens": len(requests[0].prompt_ids)})
+        asked = self._asked(session, interfaces.Messages().read(request.body, session.recall), "", request.client_gone)
+        return web.Reply({"input_tokens": len(asked.requests[0].prompt_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
         """The request without what the backend cannot do. Raises HttpProblem 400 if that would change its meaning."""
@@ -255,33 +273,15 @@ class AgentProxy:
             raise web.HttpProblem(400, "unsupported_parameter", f"The backend of this server does not support {what}; torch and vllm do.")
         return replace(chat, structure=None)  # a required call is only begun for the model
 
-    def _streamed(self, interface: interfaces.Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
-        """Events of an answer while it is sampled. Several choices are sent whole, as is the content of one with logprobs."""
-        stop, name, model = self._stop_texts(chat), interface.new_id(), self._options.model
+    def _streamed(self, interface: interfaces.Interface, session: Session, ask: Callable[[], _Asked]) -> Generator[bytes]:
+        """Events of an answer while it is sampled."""
         begun = False
         try:
-            if chat.num_choices > 1:
-                answers = self._sample(session, chat, name, gone)
-                for answer in answers:
-                    choice = interface.stream(chat, name, model, stop, answer.num_prompt_tokens, answer.index)
-                    yield from choice.begin()
-                    yield from choice.end(answer)
-                yield from choice.done(answers)
-                return
-            parent, (request,) = self._asked(session, chat)
-            stream = interface.stream(chat, name, model, stop, len(request.prompt_ids))
-            for found in self._stream_of(request, stop, gone, grows=True):
-                if isinstance(found, Completion):
-                    answer = self._kept(session, chat, parent, request, found, name)
-                    if not begun:
-                        yield from stream.begin()
-                    yield from stream.end(answer)
-                    yield from stream.done([answer])
-                elif not chat.logprobs and (piece := stream.grown(chat.forced + self._text(found, request.stop_ids))):
-                    if not begun:
-                        begun = True
-                        yield from stream.begin()
-                    yield from stream.piece(piece)
+            asked = ask()
+            with closing(self._items(asked)) as items:
+                for event in interface.stream(asked.chat, asked.name, self._options.model, len(asked.requests[0].prompt_ids), items):
+                    begun = True
+                    yield event
         except web.HttpProblem as problem:
             if not begun:
                 raise
@@ -289,19 +289,30 @@ class AgentProxy:
         finally:
             session.release()
 
-    def _stream_of(
-        self, request: GenerationRequest, stop: StopTexts, gone: Callable[[], bool], grows: bool
-    ) -> Iterator[list[int] | Completion]:
+    def _items(self, asked: _Asked) -> Generator[interfaces.Item]:
+        """What comes of an answer while it is sampled. Several choices come whole, as does the content of one with logprobs."""
+        if len(asked.requests) > 1:
+            yield from self._sample(asked)
+            return
+        chat, (request,) = asked.chat, asked.requests
+        text = interfaces.GrowingText(asked.stop, chat.tools is not None)
+        for found in self._stream_of(asked, request, grows=True):
+            if isinstance(found, Completion):
+                yield self._kept(asked, found)
+            elif not chat.logprobs and (piece := text.grown(chat.forced + self._text(found, request.stop_ids))):
+                yield piece
+
+    def _stream_of(self, asked: _Asked, request: GenerationRequest, *, grows: bool) -> Iterator[list[int] | Completion]:
         """Tokens as they grow, then the completion, cut after the first stop text; the backend stops soon after that text. `grows` False:
         tokens are only looked at for stop texts. Raises HttpProblem if the completion failed or was aborted."""
-        num_seen = 0
+        num_seen, stop = 0, asked.stop
 
         def enough(tokens: list[int]) -> bool:
             nonlocal num_seen
             seen, num_seen = num_seen, len(tokens)
             return bool(stop.texts) and stop.reached(tokens, seen)
 
-        with closing(self.shared_backend.stream(request, gone, enough if grows or stop.texts else None)) as pieces, _refused():
+        with closing(self.shared_backend.stream(request, asked.gone, enough if grows or stop.texts else None)) as pieces, _refused():
             for found in pieces:
                 if isinstance(found, Completion):
                     found = stop.cut(found)
@@ -350,25 +361,20 @@ class AgentProxy:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def _sample(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> list[interfaces.ChatAnswer]:
+    def _sample(self, asked: _Asked) -> list[interfaces.ChatAnswer]:
         """Sample all choices in parallel and capture them in their order, as `name`, `name`:1, …"""
-        parent, requests = self._asked(session, chat)
-        stop = self._stop_texts(chat)
 
         def complete(request: GenerationRequest) -> Completion:
-            *_, last = self._stream_of(request, stop, gone, grows=False)
+            *_, last = self._stream_of(asked, request, grows=False)
             assert isinstance(last, Completion), "a stream ends with it"
             return last
 
-        if len(requests) == 1:
-            completions = [complete(requests[0])]
+        if len(asked.requests) == 1:
+            completions = [complete(asked.requests[0])]
         else:
-            with ThreadPoolExecutor(len(requests), "choice") as threads:
-                completions = list(threads.map(complete, requests))
-        return [self._kept(session, chat, parent, requests[0], found, name, index) for index, found in enumerate(completions)]
-
-    def _stop_texts(self, chat: ChatRequest) -> StopTexts:
-        return StopTexts(chat.stop, self._decoded)
+            with ThreadPoolExecutor(len(asked.requests), "choice") as threads:
+                completions = list(threads.map(complete, asked.requests))
+        return [self._kept(asked, found, index) for index, found in enumerate(completions)]
 
     def _decoded(self, token_ids: Sequence[int] | np.ndarray) -> str:
         with self._tokenizer_lock:  # fast tokenizers are not thread-safe
@@ -379,8 +385,7 @@ class AgentProxy:
         found = self._tokenizer.encode(text).tolist()
         return found if len(found) == 1 and self._tokenizer.decode(found, skip_special_tokens=False) == text else []
 
-    def _asked(self, session: Session, chat: ChatRequest) -> tuple[int | None, list[GenerationRequest]]:
-        """Turn that a chat continues (see `Session.prompt`), and a request to the backend for each choice."""
+    def _asked(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> _Asked:
         with self._tokenizer_lock:
             try:
                 prompt_ids, parent = session.prompt(chat.messages, chat.tools, self._tokenizer)
@@ -391,7 +396,8 @@ class AgentProxy:
             # In a structure a stop token may only come at the end, so there texts are only looked for.
             texts = chat.stop if chat.structure is None else ()
             stop_ids = (*self._options.stop_ids, *(token for text in texts for token in self._stop_ids(text)))
-        return parent, [self._request(session, chat, prompt_ids, stop_ids, number) for number in range(chat.num_choices)]
+        requests = [self._request(session, chat, prompt_ids, stop_ids, number) for number in range(chat.num_choices)]
+        return _Asked(session, chat, parent, requests, StopTexts(chat.stop, self._decoded), name, gone)
 
     def _request(
         self, session: Session, chat: ChatRequest, prompt_ids: np.ndarray, stop_ids: tuple[int, ...], number: int
@@ -427,19 +433,10 @@ class AgentProxy:
         ended = len(sampled) > 0 and int(sampled[-1]) in stop_ids
         return self._decoded(sampled[:-1] if ended else sampled)
 
-    def _kept(
-        self,
-        session: Session,
-        chat: ChatRequest,
-        parent: int | None,
-        request: GenerationRequest,
-        completion: Completion,
-        name: str,
-        index: int = 0,
-    ) -> interfaces.ChatAnswer:
-        """Choice `index` of the answer `name`, as it was captured."""
-        completion_id = name if index == 0 else f"{name}:{index}"
-        sampled, stop = completion.token_ids, self._stop_texts(chat)
+    def _kept(self, asked: _Asked, completion: Completion, index: int = 0) -> interfaces.ChatAnswer:
+        """Choice `index` of the answer, as it was captured."""
+        session, chat, stop, request = asked.session, asked.chat, asked.stop, asked.requests[0]
+        completion_id, sampled = asked.name if index == 0 else f"{asked.name}:{index}", completion.token_ids
         text = chat.forced + self._text(sampled, request.stop_ids)
         stop_text = stop.first(text)
         if stop_text is None and len(sampled):
@@ -449,7 +446,7 @@ class AgentProxy:
         plain = plain_message(message, 0)
         turn = CapturedTurn(
             completion_id=completion_id,
-            parent=parent,
+            parent=asked.parent,
             prompt_ids=request.prompt_ids,
             sampled_ids=sampled,
             log_prob=completion.log_prob,

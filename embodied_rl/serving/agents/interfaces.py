@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -79,55 +80,37 @@ class ChatAnswer:
     def calls(self) -> list[dict[str, Any]]:
         return self.message.get("tool_calls", [])
 
+    def after(self, sent: str) -> str:
+        """Content behind what was sent of it."""
+        same = next((place for place, (a, b) in enumerate(zip(self.content, sent, strict=False)) if a != b), len(sent))
+        return self.content[same:]
 
-class AnswerStream(ABC):
-    """A growing choice as server-sent events; a subclass for each interface writes them.
+
+Item = str | ChatAnswer
+"""Of an answer while it is sampled: a new piece of its content, or the whole choice at its end."""
+
+
+class GrowingText:
+    """The text of an answer while it is sampled, in pieces.
 
     It holds back what later tokens may change: partial characters, possible tool calls and the spaces before them, and possible stop texts.
     """
 
-    def __init__(self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0) -> None:
-        self.chat, self.completion_id, self.model, self.num_prompt_tokens, self.index = chat, completion_id, model, num_prompt_tokens, index
-        self._stop, self._sent = stop, ""
-
-    @abstractmethod
-    def begin(self) -> Iterator[bytes]:
-        """The first events."""
-
-    @abstractmethod
-    def piece(self, text: str) -> Iterator[bytes]:
-        """More of the content."""
-
-    @abstractmethod
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """What is left of the content, tool calls, and the choice's end."""
-
-    @abstractmethod
-    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        """The end of the stream, after all choices."""
+    def __init__(self, stop: StopTexts, has_tools: bool) -> None:
+        self._stop, self._has_tools, self._sent = stop, has_tools, ""
 
     def grown(self, text: str) -> str:
-        """New and final part of the answer's text so far; "" if there is none."""
-        certain = self._certain(self._stop.certain(text))
+        """New and final part of the text so far; "" if there is none."""
+        certain = self._stop.certain(text).rstrip("\ufffd")
+        if self._has_tools and (place := certain.find(CALL)) >= 0:
+            certain = certain[:place].rstrip()
+        elif self._has_tools:
+            half = next((n for n in range(len(CALL) - 1, 0, -1) if certain.endswith(CALL[:n])), 0)
+            certain = certain[: len(certain) - half].rstrip()
         if len(certain) <= len(self._sent) or not certain.startswith(self._sent):
             return ""
         new, self._sent = certain[len(self._sent) :], certain
         return new
-
-    def rest(self, answer: ChatAnswer) -> str:
-        """Unsent part of the content."""
-        content, sent = answer.content, self._sent
-        same = next((place for place, (a, b) in enumerate(zip(content, sent, strict=False)) if a != b), len(sent))
-        return content[same:]
-
-    def _certain(self, text: str) -> str:
-        certain = text.rstrip("\ufffd")
-        if self.chat.tools is None:
-            return certain
-        if (place := certain.find(CALL)) >= 0:
-            return certain[:place].rstrip()
-        half = next((n for n in range(len(CALL) - 1, 0, -1) if certain.endswith(CALL[:n])), 0)
-        return certain[: len(certain) - half].rstrip()
 
 
 def _require_utf8(body: Mapping[str, Any]) -> None:
@@ -140,7 +123,6 @@ def _require_utf8(body: Mapping[str, Any]) -> None:
 class Interface(ABC):
     """Reads and writes requests, answers and refusals of one interface."""
 
-    stream: type[AnswerStream]
     id_prefix: str
     fields: ClassVar[Mapping[str, Any]]
     """{name: schema} of a request's body, which `embodied_rl.serving.http_server.Routes` checks."""
@@ -156,6 +138,10 @@ class Interface(ABC):
     @abstractmethod
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """An answer that is not streamed."""
+
+    @abstractmethod
+    def stream(self, chat: ChatRequest, completion_id: str, model: str, num_prompt_tokens: int, items: Iterable[Item]) -> Iterator[bytes]:
+        """An answer as server-sent events, from what comes of its choices in turn. The first event waits for the first item."""
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
         """A refusal in OpenAI's form, with our kind as ``code``."""
@@ -182,40 +168,9 @@ def _error_type(status: int, of_server: str) -> str:
 # ---- OpenAI's chat completions --------------------------------------------------------------------------------------
 
 
-class _ChatStream(AnswerStream):
-    """``chat.completion.chunk`` events: the role, pieces of the content, tool calls, the end; then the usage of all choices."""
-
-    def begin(self) -> Iterator[bytes]:
-        yield self._event({"role": "assistant", "content": ""}, None)
-
-    def piece(self, text: str) -> Iterator[bytes]:
-        yield self._event({"content": text}, None)
-
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        delta: dict[str, Any] = {}
-        if rest := self.rest(answer):
-            delta["content"] = rest
-        if answer.calls:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.calls)]
-        logprobs = _logprobs_of(answer)
-        if delta or logprobs is not None:
-            yield self._event(delta, None, logprobs)
-        yield self._event({}, answer.finish_reason)
-
-    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        if self.chat.include_usage:
-            yield sse(_completion("chat.completion.chunk", self.completion_id, self.model, [], usage=_usage(answers)))
-        yield b"data: [DONE]\n\n"
-
-    def _event(self, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return sse(_completion("chat.completion.chunk", self.completion_id, self.model, [choice]))
-
-
 class ChatCompletions(Interface):
     """OpenAI's ``/v1/chat/completions``."""
 
-    stream = _ChatStream
     id_prefix = "chatcmpl-"
     fields: ClassVar[Mapping[str, Any]] = {
         "model": TEXT,
@@ -277,6 +232,35 @@ class ChatCompletions(Interface):
         ]
         return _completion("chat.completion", answers[0].completion_id, answers[0].model, choices, usage=_usage(answers))
 
+    def stream(self, chat: ChatRequest, completion_id: str, model: str, num_prompt_tokens: int, items: Iterable[Item]) -> Iterator[bytes]:
+        """``chat.completion.chunk``: the role, pieces of the content, tool calls and the end of each choice; then the usage of all."""
+        answers, sent = list[ChatAnswer](), list[str]()
+
+        def event(delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None) -> bytes:
+            choice = {"index": len(answers), "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+            return sse(_completion("chat.completion.chunk", completion_id, model, [choice]))
+
+        for item in items:
+            if not sent:
+                sent.append("")
+                yield event({"role": "assistant", "content": ""})
+            if isinstance(item, str):
+                sent.append(item)
+                yield event({"content": item})
+                continue
+            delta: dict[str, Any] = {"content": rest} if (rest := item.after("".join(sent))) else {}
+            if item.calls:
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(item.calls)]
+            logprobs = _logprobs_of(item)
+            if delta or logprobs is not None:
+                yield event(delta, None, logprobs)
+            yield event({}, item.finish_reason)
+            answers.append(item)
+            sent.clear()
+        if chat.include_usage:
+            yield sse(_completion("chat.completion.chunk", completion_id, model, [], usage=_usage(answers)))
+        yield b"data: [DONE]\n\n"
+
     def _tools(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
         tools = body.get("tools")
         if not tools or body.get("tool_choice") == "none":
@@ -307,64 +291,9 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = ("reasoning.encrypted_content", _LOGPROBS)
 
 
-class _ResponseStream(AnswerStream):
-    """``response.created``, the items with their deltas, ``response.completed``."""
-
-    _number = -1
-    _items = 0
-    _text: str | None = None
-    """Text of the message so far; None: it has not begun."""
-
-    def begin(self) -> Iterator[bytes]:
-        begun = _response(self.chat, self.completion_id, self.model, None)
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-
-    def piece(self, text: str) -> Iterator[bytes]:
-        if self._text is None:
-            self._text = ""
-            yield self._event("response.output_item.added", item=_message_item(self.completion_id, None, "in_progress"))
-            yield self._part("response.content_part.added", part=_output_text("", None))
-        self._text += text
-        yield self._part("response.output_text.delta", delta=text, logprobs=[])
-
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        rest = self.rest(answer)
-        if rest or (self._text is None and not answer.calls):
-            yield from self.piece(rest)
-        if self._text is not None:
-            part = _output_text(answer.content, answer.logprobs)
-            yield self._part("response.output_text.done", text=answer.content, logprobs=answer.logprobs or [])
-            yield self._part("response.content_part.done", part=part)
-            yield self._event("response.output_item.done", item=_message_item(self.completion_id, part, _status(answer)))
-            self._items += 1
-        for number, call in enumerate(answer.calls):
-            item = _call_item(self.completion_id, number, call)
-            yield self._event("response.output_item.added", item={**item, "arguments": "", "status": "in_progress"})
-            where: dict[str, object] = {"item_id": item["id"]}
-            yield self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-            yield self._event("response.function_call_arguments.done", **where, arguments=item["arguments"], name=item["name"])
-            yield self._event("response.output_item.done", item=item)
-            self._items += 1
-
-    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        (answer,) = answers
-        response = _response(self.chat, self.completion_id, self.model, answer)
-        yield self._event(f"response.{response['status']}", response=response)
-
-    def _part(self, kind: str, **fields: object) -> bytes:
-        return self._event(kind, item_id=_message_id(self.completion_id), content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: object) -> bytes:
-        self._number += 1
-        where = {} if "response" in fields else {"output_index": self._items}
-        return sse({"type": kind, "sequence_number": self._number, **where, **fields}, kind)
-
-
 class Responses(Interface):
     """OpenAI's ``/v1/responses``."""
 
-    stream = _ResponseStream
     id_prefix = "resp_"
     fields: ClassVar[Mapping[str, Any]] = {
         "model": TEXT,
@@ -411,6 +340,49 @@ class Responses(Interface):
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         (answer,) = answers
         return _response(chat, answer.completion_id, answer.model, answer)
+
+    def stream(self, chat: ChatRequest, completion_id: str, model: str, num_prompt_tokens: int, items: Iterable[Item]) -> Iterator[bytes]:
+        """``response.created``, the items with their deltas, ``response.completed``."""
+        numbers, place = itertools.count(), 0
+        sent: str | None = None  # of the message; None: it has not begun
+
+        def event(kind: str, **fields: object) -> bytes:
+            where = {} if "response" in fields else {"output_index": place}
+            return sse({"type": kind, "sequence_number": next(numbers), **where, **fields}, kind)
+
+        def part(kind: str, **fields: object) -> bytes:
+            return event(kind, item_id=_message_id(completion_id), content_index=0, **fields)
+
+        for number, item in enumerate(items):
+            if number == 0:
+                begun = _response(chat, completion_id, model, None)
+                yield event("response.created", response=begun)
+                yield event("response.in_progress", response=begun)
+            new = item if isinstance(item, str) else item.after(sent or "")
+            if new or (sent is None and isinstance(item, ChatAnswer) and not item.calls):
+                if sent is None:
+                    yield event("response.output_item.added", item=_message_item(completion_id, None, "in_progress"))
+                    yield part("response.content_part.added", part=_output_text("", None))
+                sent = (sent or "") + new
+                yield part("response.output_text.delta", delta=new, logprobs=[])
+            if isinstance(item, str):
+                continue
+            if sent is not None:
+                whole = _output_text(item.content, item.logprobs)
+                yield part("response.output_text.done", text=item.content, logprobs=item.logprobs or [])
+                yield part("response.content_part.done", part=whole)
+                yield event("response.output_item.done", item=_message_item(completion_id, whole, _status(item)))
+                place += 1
+            for index, call in enumerate(item.calls):
+                made = _call_item(completion_id, index, call)
+                yield event("response.output_item.added", item={**made, "arguments": "", "status": "in_progress"})
+                arguments = {"item_id": made["id"], "arguments": made["arguments"]}
+                yield event("response.function_call_arguments.delta", item_id=made["id"], delta=made["arguments"])
+                yield event("response.function_call_arguments.done", **arguments, name=made["name"])
+                yield event("response.output_item.done", item=made)
+                place += 1
+            response = _response(chat, completion_id, model, item)
+            yield event(f"response.{response['status']}", response=response)
 
     def broken(self, problem: HttpProblem) -> bytes:
         return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
@@ -528,53 +500,9 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class _MessageStream(AnswerStream):
-    """``message_start``, a content block for the text and one for each tool call, ``message_delta``, ``message_stop``."""
-
-    _blocks = 0
-    _text_open = False
-
-    def begin(self) -> Iterator[bytes]:
-        usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
-        message = {
-            **_message_head(self.completion_id, self.model),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
-        yield _message_event("message_start", message=message)
-
-    def piece(self, text: str) -> Iterator[bytes]:
-        if not self._text_open:
-            self._text_open = True
-            yield _message_event("content_block_start", index=self._blocks, content_block={"type": "text", "text": ""})
-        yield _message_event("content_block_delta", index=self._blocks, delta={"type": "text_delta", "text": text})
-
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        if rest := self.rest(answer):
-            yield from self.piece(rest)
-        if self._text_open:
-            yield self._close_block()
-        for call in answer.calls:
-            yield _message_event("content_block_start", index=self._blocks, content_block={**_call_block(call), "input": {}})
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(call))}
-            yield _message_event("content_block_delta", index=self._blocks, delta=delta)
-            yield self._close_block()
-        yield _message_event("message_delta", delta=_message_end(answer), usage={"output_tokens": answer.num_sampled_tokens})
-
-    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        yield _message_event("message_stop")
-
-    def _close_block(self) -> bytes:
-        self._blocks, self._text_open = self._blocks + 1, False
-        return _message_event("content_block_stop", index=self._blocks - 1)
-
-
 class Messages(Interface):
     """Anthropic's ``/v1/messages``."""
 
-    stream = _MessageStream
     id_prefix = "msg_"
     fields: ClassVar[Mapping[str, Any]] = {
         "model": TEXT,
@@ -615,6 +543,33 @@ class Messages(Interface):
         blocks += [{**_call_block(call), "input": _arguments(call)} for call in answer.calls]
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled_tokens}
         return {**_message_head(answer.completion_id, answer.model), "content": blocks, **_message_end(answer), "usage": usage}
+
+    def stream(self, chat: ChatRequest, completion_id: str, model: str, num_prompt_tokens: int, items: Iterable[Item]) -> Iterator[bytes]:
+        """``message_start``, a content block for the text and one for each tool call, ``message_delta``, ``message_stop``."""
+        sent, place = "", 0
+        for number, item in enumerate(items):
+            if number == 0:
+                usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
+                empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+                yield _message_event("message_start", message={**_message_head(completion_id, model), **empty})
+            new = item if isinstance(item, str) else item.after(sent)
+            if new:
+                if not sent:
+                    yield _message_event("content_block_start", index=place, content_block={"type": "text", "text": ""})
+                sent += new
+                yield _message_event("content_block_delta", index=place, delta={"type": "text_delta", "text": new})
+            if isinstance(item, str):
+                continue
+            if sent:
+                yield _message_event("content_block_stop", index=place)
+                place += 1
+            for index, call in enumerate(item.calls, place):
+                yield _message_event("content_block_start", index=index, content_block={**_call_block(call), "input": {}})
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(call))}
+                yield _message_event("content_block_delta", index=index, delta=delta)
+                yield _message_event("content_block_stop", index=index)
+            yield _message_event("message_delta", delta=_message_end(item), usage={"output_tokens": item.num_sampled_tokens})
+            yield _message_event("message_stop")
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
         kind = "request_too_large" if problem.status == 413 else _error_type(problem.status, "api_error")
