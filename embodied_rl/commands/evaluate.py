@@ -33,9 +33,8 @@ from embodied_rl.trust import trusted_names
 from embodied_rl.types import Observation, SimSpec
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from embodied_rl.policies.base import Policy
+    from embodied_rl.policies.language import LanguagePolicy
 
 
 EVALUATION_FILE, COMPARISON_FILE = "evaluation.json", "comparison.json"
@@ -142,17 +141,23 @@ def evaluate_players(
     """
     wanted = players[0][0].config.sim if sim is None else sim
 
-    def contestant(checkpoint: Checkpoint, policy: str) -> output.Contestant:
+    def contestant(label: str, checkpoint: Checkpoint, policy: str) -> output.Contestant:
         def make(manager: Simulators) -> Generator:
             return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
 
-        trained = checkpoint.config
-        own = trained.evaluation.temperature if temperature is None and draws_tokens(trained.policy) else temperature or None
-        return output.Contestant(policy, make, own if policy == "checkpoint" else None)
+        def origin(folder: Path) -> Mapping[str, Any]:
+            return output.origin_of(checkpoint)
 
+        trained = checkpoint.config
+        if policy == "random":
+            return output.Contestant(policy, label, trained, make, origin)
+        own = trained.evaluation.temperature if temperature is None and draws_tokens(trained.policy) else temperature or None
+        return output.Contestant(policy, label, trained, make, origin, str(checkpoint.step), own)
+
+    contestants = [contestant(label, *player) for label, player in zip(output.labels(players), players, strict=True)]
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
     with one_thread_acts(checkpoint.config.policy.name for checkpoint, policy in players if policy == "checkpoint"):
-        return output.play([contestant(*player) for player in players], wanted, num_episodes, seed=seed, chunk_size=longest)
+        return output.play(contestants, wanted, num_episodes, seed=seed, chunk_size=longest)
 
 
 def one_thread_acts(policies: Iterable[str]) -> AbstractContextManager[None]:
@@ -194,7 +199,7 @@ def acting(policy: Policy, version: int = 0) -> Generator:
 
 def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same_task: bool, seed: int) -> Generator:
     """An agent with the checkpoint's model, or one that answers with random allowed actions."""
-    from embodied_rl.methods.language_player import make_agent_generator, make_random_agent, read_language_policy
+    from embodied_rl.methods.language_player import make_random_agent, read_language_policy
     from embodied_rl.resuming import load_policy
 
     check_compatible(checkpoint, spec, same_task=same_task)
@@ -203,7 +208,14 @@ def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same
     if policy == "random":
         return make_random_agent(checkpoint.config.agent, module, spec, seed)
     load_policy(module, checkpoint)
-    generator = make_agent_generator(checkpoint.config, module, spec, checkpoint.run_dir)
+    return _speaking(checkpoint.config, module, spec, checkpoint.run_dir)
+
+
+def _speaking(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, folder: Path) -> Generator:
+    """A language agent with its own model's present weights."""
+    from embodied_rl.methods.language_player import make_agent_generator
+
+    generator = make_agent_generator(config, policy, spec, folder)
     generator.publish(0)
     return generator
 
@@ -308,14 +320,15 @@ def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     if values["checkpoint"] is None:
         player = choose_untrained(argv, values, overrides)
-        _tell_untrained(player, play_untrained(player), values, command_line("evaluate", argv))
-        return
-    with progress_bar(f"evaluating {values['checkpoint']}"):
-        players, results = _play(values, overrides)
-    _tell_players(players, results, values, command_line("evaluate", argv))
+        results, default = [play_untrained(player)], next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json")
+    else:
+        with progress_bar(f"evaluating {values['checkpoint']}"):
+            results, default = _play(values, overrides)
+    _tell(results, _output(values, default), command_line("evaluate", argv), against=values["against"] is not None)
 
 
-def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[output.EvaluationResult]]:
+def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[output.EvaluationResult], Path]:
+    """Results of the checkpoints' policies, and the file for them if none is named."""
     if values["policy"] not in (None, "checkpoint", "random"):
         choices = ("checkpoint", "random")
         raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
@@ -333,7 +346,10 @@ def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
     sim = choose_sim(players[0][0], values["sim"], changed)
     number = values["num_episodes"] or measured.num_episodes or 100
     temperature = measured.temperature if values["temperature"] is None else values["temperature"]
-    return players, evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
+    results = evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
+    name = EVALUATION_FILE if values["domain"] is None else f"evaluation-{values['domain']}.json"
+    run_dir = players[0][0].run_dir
+    return results, run_dir / name if len(players) == 1 else next_free(run_dir / COMPARISON_FILE)
 
 
 def _check_temperature(given: float | None, config: TrainConfig, kind: str) -> None:
@@ -386,22 +402,6 @@ def _players(checkpoint: str, policy: str, against: str | None, load: Callable[.
     return [*players, other]
 
 
-def _tell_players(
-    players: Sequence[tuple[Checkpoint, str]], results: Sequence[output.EvaluationResult], values: Mapping[str, Any], command: str
-) -> None:
-    first, against = players[0][0], values["against"] is not None
-    document: Callable[[], Mapping[str, Any]]
-    if len(players) == 1:
-        name = EVALUATION_FILE if values["domain"] is None else f"evaluation-{values['domain']}.json"
-        tables, default = [output.result_table(results[0])], first.run_dir / name
-        document = partial(output.document_of, first.config, results[0], command, output.origin_of(first))
-    else:
-        tables = [output.overview(players, results, against=against), *([output.comparison_table(players, results)] if against else [])]
-        default = next_free(first.run_dir / COMPARISON_FILE)
-        document = partial(output.documents_of, players, results, command, against=against)
-    _tell(tables, output.labels(players), output.steps_of(players), results, _output(values, default), document)
-
-
 def _output(values: Mapping[str, Any], default: Path) -> Path:
     if values["output"] is None:
         return default
@@ -409,20 +409,13 @@ def _output(values: Mapping[str, Any], default: Path) -> Path:
     return path.with_suffix(".json") if path.suffix in (".json", ".csv") else path.with_name(f"{path.name}.json")  # eval-t0.1 has no suffix
 
 
-def _tell(
-    tables: Sequence[Table],
-    names: Sequence[str],
-    steps: Sequence[str],
-    results: Sequence[output.EvaluationResult],
-    path: Path,
-    document: Callable[[], Mapping[str, Any]],
-) -> None:
+def _tell(results: Sequence[output.EvaluationResult], path: Path, command: str, *, against: bool) -> None:
     try:
-        write_atomic(path, json.dumps(document(), indent=1) + "\n")
-        write_atomic(path.with_suffix(".csv"), output.episodes_csv(names, steps, results))
+        document = output.document_of(results, command, path.parent, against=against)
+        write_atomic(path, json.dumps(document, indent=1) + "\n")
+        write_atomic(path.with_suffix(".csv"), output.episodes_csv(results))
     finally:  # neither a file that cannot be written nor a reader that closes the pipe costs the figures
-        by_task = output.task_table(names, results)
-        print_tables(*tables, *([] if by_task is None else [by_task]))
+        print_tables(*output.tables_of(results, against=against))
         if len(results) == 1 and (shares := results[0].answers):
             named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
             print(f"Answers: {named}")
@@ -455,6 +448,11 @@ class Untrained:
         named = vars(self.config.policy)
         folder: str | None = named.get("path") or named.get("model")
         return folder
+
+    def origin(self, folder: Path) -> dict[str, Any]:
+        """Source of its weights, for a file in `folder`."""
+        origin: dict[str, Any] = {} if self.folder is None else {"model": note_base(self.folder, folder)}
+        return origin if self.server is None else {**origin, "server": dataclasses.asdict(self.server)}
 
     @property
     def label(self) -> str:
@@ -518,7 +516,8 @@ def play_untrained(player: Untrained) -> output.EvaluationResult:
     config, wanted = player.config, player.config.evaluation
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory(prefix="embodied_rl_") as folder:
-        contestant = output.Contestant(player.label, partial(_generator, player, Path(folder)), wanted.temperature)
+        make = partial(_generator, player, Path(folder))
+        contestant = output.Contestant(player.label, player.label, config, make, player.origin, temperature=wanted.temperature)
         with one_thread_acts([] if player.kind == "random" else [config.policy.name]):
             (result,) = output.play([contestant], config.sim, wanted.num_episodes, seed=wanted.seed, chunk_size=config.policy.chunk_size)
     return result
@@ -527,7 +526,7 @@ def play_untrained(player: Untrained) -> output.EvaluationResult:
 def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generator:
     config, spec = player.config, manager.spec
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
-        return _speaking(player, manager, folder)
+        return _untrained_agent(player, manager, folder)
     if player.kind == "random":
         return RandomGenerator(spec, config.seed)
     from embodied_rl.learning.devices import resolve_device
@@ -539,10 +538,10 @@ def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generato
     return acting(policy)
 
 
-def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
+def _untrained_agent(player: Untrained, manager: Simulators, folder: Path) -> Generator:
     """A language agent with its own model, a server's, or random answers."""
     from embodied_rl.learning.devices import resolve_device
-    from embodied_rl.methods.language_player import make_agent, make_agent_generator, make_language_policy, make_random_agent
+    from embodied_rl.methods.language_player import make_agent, make_language_policy, make_random_agent
 
     config = player.config
     policy = make_language_policy(config, manager, folder, None)
@@ -550,9 +549,7 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
         return make_random_agent(config.agent, policy, manager.spec, config.seed)
     if player.server is None:
         policy.to(resolve_device(config.hybrid.device))
-        generator = make_agent_generator(config, policy, manager.spec, folder)
-        generator.publish(0)
-        return generator
+        return _speaking(config, policy, manager.spec, folder)
     from embodied_rl.methods.building import served_tokens
     from embodied_rl.rollout.agent_generator import AgentGenerator
 
@@ -560,17 +557,3 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
     agent = make_agent(config.agent, policy, manager.spec)
     agent.writes_messages = server.api == "chat"
     return AgentGenerator(agent, served_tokens(server, policy.tokenizer, config.seed), temperature=server.temperature, seed=config.seed)
-
-
-def _tell_untrained(player: Untrained, result: output.EvaluationResult, values: Mapping[str, Any], command: str) -> None:
-    path = _output(values, next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json"))
-
-    def document() -> Mapping[str, Any]:
-        origin: dict[str, Any] = {}
-        if player.folder is not None:
-            origin["model"] = note_base(player.folder, path.parent)
-        if player.server is not None:
-            origin["server"] = dataclasses.asdict(player.server)
-        return output.document_of(player.config, result, command, origin)
-
-    _tell([output.result_table(result)], [player.label], [""], [result], path, document)

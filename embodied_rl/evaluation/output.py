@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,23 +104,35 @@ def _rates(pairs: Sequence[tuple[bool, bool]]) -> RateComparison:
     )
 
 
-Player = tuple[Checkpoint, str]
-"""(checkpoint, "checkpoint" or "random")."""
+@dataclass(frozen=True)
+class Contestant:
+    """A participant of an evaluation."""
+
+    policy: str
+    """checkpoint or random; for a policy that no run of ours trained, its kind and path."""
+    label: str
+    """Its name among the participants."""
+    config: TrainConfig
+    make: Callable[[Simulators], Generator]
+    """Makes the generator for such simulators. May raise IncompatibleCheckpointError and UserError."""
+    origin: Callable[[Path], Mapping[str, Any]]
+    """Source of its weights, for a file in that folder (reads the weights)."""
+    step: str = ""
+    """Training steps; empty for random actions and for a policy that no run of ours trained."""
+    temperature: float | None = None
+    """Temperature of drawn action tokens; None: the mode."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """Episodes of one evaluation and their figures."""
 
+    player: Contestant
     sim: SimConfig
     spec: SimSpec
-    policy: str
-    """checkpoint or random; for a policy that no run of ours trained, its kind and path."""
     episodes: Sequence[EpisodeSummary]
     figures: Figures
     wall_clock_s: float
-    temperature: float | None = None
-    """Temperature of drawn action tokens; None: the mode."""
     answers: Mapping[str, float] = field(default_factory=dict)
     """Shares of kinds of a language agent's answers, such as answers without an action."""
 
@@ -175,10 +188,16 @@ def comparison_cells(comparison: Mapping[str, Any]) -> list[str]:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def result_table(result: EvaluationResult) -> Table:
-    figures = result.figures
-    drawn = "" if result.temperature is None else f", sampled at temperature {result.temperature:g}"
-    title = f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {_seed_range(figures)}"
+def tables_of(results: Sequence[EvaluationResult], *, against: bool) -> list[Table]:
+    """The figures of one policy, or an overview of several; with `against` their comparison with the last one; and figures by task."""
+    tables = [_result_table(results[0]) if len(results) == 1 else _overview(results, against=against)]
+    return [*tables, *([_comparison_table(results)] if against else []), *_task_tables(results)]
+
+
+def _result_table(result: EvaluationResult) -> Table:
+    figures, player = result.figures, result.player
+    drawn = "" if player.temperature is None else f", sampled at temperature {player.temperature:g}"
+    title = f"{result.spec.task}, {player.policy} policy{drawn}, {figures.num_episodes} held-out seeds {_seed_range(figures)}"
     table = figure_table(title, ("", "value", "95% interval"))
     for label, rate, interval in (
         ("success (once)", figures.success, figures.success_interval),
@@ -199,25 +218,25 @@ def _seed_range(figures: Figures) -> str:
     return " … ".join(f"{seed - HELD_OUT_START if seed >= HELD_OUT_START else seed}" for seed in figures.seeds)
 
 
-def overview(players: Sequence[Player], results: Sequence[EvaluationResult], *, against: bool) -> Table:
+def _overview(results: Sequence[EvaluationResult], *, against: bool) -> Table:
     """A row of figures for each policy; with `against` the others are compared with the last one."""
     first = results[0]
     title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {_seed_range(first.figures)}, the same for all"
     table = figure_table(title, ("policy", *FIGURE_COLUMNS[0 if first.spec.reports_success else 3 :]))
-    for index, (label, result) in enumerate(zip(labels(players), results, strict=True)):
+    for index, result in enumerate(results):
         is_last = against and index == len(results) - 1
         before_last = against and index == len(results) - 2
         table.add_row(
-            f"against: {label}" if is_last else label,
+            f"against: {result.player.label}" if is_last else result.player.label,
             *figure_cells(result.figures.to_dict(), first.spec.reports_success),
             end_section=before_last,
         )
     return table
 
 
-def comparison_table(players: Sequence[Player], results: Sequence[EvaluationResult]) -> Table:
+def _comparison_table(results: Sequence[EvaluationResult]) -> Table:
     """Differences from the last policy, seed by seed: one in detail, or a row for each."""
-    names, comparisons = labels(players), compare_all(results)
+    names, comparisons = [result.player.label for result in results], compare_all(results)
     if len(comparisons) == 1:
         return _one_comparison(f"{names[0]} against {names[-1]}", comparisons[0])
     reports_success = comparisons[0].success is not None
@@ -245,26 +264,26 @@ def _one_comparison(title: str, comparison: Comparison) -> Table:
     return table
 
 
-def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> Table | None:
-    """A row of figures for each task of a multi-task simulator, and each policy; None for a single task."""
+def _task_tables(results: Sequence[EvaluationResult]) -> list[Table]:
+    """A row of figures for each task of a multi-task simulator, and each policy; no table for a single task."""
     tasks = [by_task(result.episodes) for result in results]
     names = sorted(set().union(*tasks))
     if not names:
-        return None
+        return []
     several = len(results) > 1
     reports_success = results[0].spec.reports_success
     columns = ("task", *(("policy",) if several else ()), "episodes", *FIGURE_COLUMNS[0 if reports_success else 3 :])
     table = figure_table("By task", columns, leading=1 + several)
     for name in names:
-        for index, (label, own) in enumerate(zip(labelled, tasks, strict=True)):
+        for index, (result, own) in enumerate(zip(results, tasks, strict=True)):
             if name in own:
                 figures = summarise(own[name], reports_success).to_dict()
-                cells = (name if index == 0 else "", *((label,) if several else ()), str(figures["num_episodes"]))
+                cells = (name if index == 0 else "", *((result.player.label,) if several else ()), str(figures["num_episodes"]))
                 table.add_row(*cells, *figure_cells(figures, reports_success), end_section=several and index == len(results) - 1)
-    return table
+    return [table]
 
 
-def labels(players: Sequence[Player]) -> list[str]:
+def labels(players: Sequence[tuple[Checkpoint, str]]) -> list[str]:
     """Short names that distinguish the policies: ``step 4096``, preceded by the run if there are several; ``random``."""
     runs = {checkpoint.run_dir for checkpoint, _ in players}
     names = [
@@ -279,28 +298,22 @@ def labels(players: Sequence[Player]) -> list[str]:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def document_of(config: TrainConfig, result: EvaluationResult, command: str, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Contents of evaluation.json: figures, provenance and a row per episode; `origin`: source of the policy's weights."""
-    return {**_one(config, result, origin), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
-
-
 def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Source of a checkpoint's weights."""
     return {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "policy_sha256": checkpoint.weights_sha256()}
 
 
-def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult], command: str, *, against: bool) -> dict[str, Any]:
-    """Contents of comparison.json: figures and episodes of every policy and, with `against`, comparisons with the last one."""
-    names = labels(players)
-    evaluations = [
-        {"label": name, **_one(checkpoint.config, result, origin_of(checkpoint)), "episodes": episode_rows(result.episodes)}
-        for name, (checkpoint, _), result in zip(names, players, results, strict=True)
-    ]
+def document_of(results: Sequence[EvaluationResult], command: str, folder: Path, *, against: bool) -> dict[str, Any]:
+    """Contents of a file in `folder`. Of one policy, evaluation.json: figures, provenance and a row per episode. Of several,
+    comparison.json: figures and episodes of every policy and, with `against`, comparisons with the last one."""
+    if len(results) == 1:
+        return {**_one(results[0], folder), **_provenance(results[0], command), "episodes": episode_rows(results[0].episodes)}
+    evaluations = [{"label": result.player.label, **_one(result, folder), "episodes": episode_rows(result.episodes)} for result in results]
     comparisons: list[dict[str, Any]] = []
     if against:
-        found = compare_all(results)
-        for name, comparison, adjusted in zip(names, found, adjusted_p_values(found), strict=False):
-            comparisons.append({"policy": name, "against": names[-1], **comparison.to_dict(), "p_values_holm": adjusted})
+        found, last = compare_all(results), results[-1].player.label
+        for result, comparison, adjusted in zip(results, found, adjusted_p_values(found), strict=False):
+            comparisons.append({"policy": result.player.label, "against": last, **comparison.to_dict(), "p_values_holm": adjusted})
     return {
         "task": results[0].spec.task,
         **_provenance(results[0], command),
@@ -310,25 +323,19 @@ def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult],
     }
 
 
-def steps_of(players: Sequence[Player]) -> list[str]:
-    """Training steps of each policy; empty for random actions."""
-    return ["" if policy == "random" else str(checkpoint.step) for checkpoint, policy in players]
-
-
-def episodes_csv(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
-    """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated.
-
-    `steps`: training steps of each policy.
-    """
+def episodes_csv(results: Sequence[EvaluationResult]) -> str:
+    """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(("policy", "step", "task", "seed", "success_once", "success_at_end", "return", "length", "terminated"))
-    for name, step, result in zip(names, steps, results, strict=True):
+    for result in results:
         for e in result.episodes:
             # An undefined success is an empty cell, which no mean counts as a failure.
             success = (int(e.success_once), int(e.success_at_end)) if result.spec.reports_success else ("", "")
             task = task_of(e) or result.spec.task
-            writer.writerow((name, step, task, e.seed, *success, repr(e.episode_return), e.length, int(e.terminated)))
+            writer.writerow(
+                (result.player.label, result.player.step, task, e.seed, *success, repr(e.episode_return), e.length, int(e.terminated))
+            )
     return buffer.getvalue()
 
 
@@ -354,14 +361,14 @@ def adjusted_p_values(comparisons: Sequence[Comparison]) -> list[dict[str, float
     return rows
 
 
-def _one(config: TrainConfig, result: EvaluationResult, origin: Mapping[str, Any]) -> dict[str, Any]:
+def _one(result: EvaluationResult, folder: Path) -> dict[str, Any]:
     return {
         "task": result.spec.task,
-        "policy": result.policy,
-        "temperature": result.temperature,
+        "policy": result.player.policy,
+        "temperature": result.player.temperature,
         **({"answers": result.answers} if result.answers else {}),
-        **origin,
-        "config_sha256": config_hash(config),
+        **result.player.origin(folder),
+        "config_sha256": config_hash(result.player.config),
         **result.figures.to_dict(),
         **task_figures(result.episodes, result.spec.reports_success),
         "wall_clock_s": round(result.wall_clock_s, 2),
@@ -376,17 +383,6 @@ def _provenance(result: EvaluationResult, command: str) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
     }
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A participant of an evaluation."""
-
-    label: str
-    make: Callable[[Simulators], Generator]
-    """Makes the generator for such simulators. May raise IncompatibleCheckpointError and UserError."""
-    temperature: float | None = None
-    """Temperature of drawn action tokens; None: the mode."""
 
 
 def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *, seed: int, chunk_size: int) -> list[EvaluationResult]:
@@ -418,8 +414,7 @@ def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *
             # Later contestants start like the first: the simulator forgets earlier episodes.
             episodes = _play(manager, generator, advance, num_episodes, seed, contestant.temperature, reconfigure=bool(results))
             figures, seconds = summarise(episodes, manager.spec.reports_success), time.perf_counter() - started
-            answers, temperature = generator.figures(), contestant.temperature
-            results.append(EvaluationResult(sim, manager.spec, contestant.label, episodes, figures, seconds, temperature, answers))
+            results.append(EvaluationResult(contestant, sim, manager.spec, episodes, figures, seconds, generator.figures()))
             started = time.perf_counter()
     return results
 
