@@ -14,12 +14,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from embodied_rl.bounds import whole_number
-from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOT_COLUMN, Column
+from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOT_COLUMN, Column, Per
 from embodied_rl.episodes.recording import (
     EpisodeTable,
     RecordedEpisode,
@@ -108,23 +108,10 @@ class Index:
     def num_episodes(self) -> int:
         return len(self.lines)
 
-    @property
-    def num_steps(self) -> int:
-        return int(self.table.lengths.sum())
-
-    @property
-    def num_snapshots(self) -> int:
-        return int(self.snapshots.sum())
-
-    @property
-    def step_rows(self) -> np.ndarray:
-        """[E] int64 first row of each episode in columns per step."""
-        return np.cumsum(self.table.lengths) - self.table.lengths
-
-    @property
-    def snapshot_rows(self) -> np.ndarray:
-        """[E] int64 first row of each episode among the snapshots."""
-        return np.cumsum(self.snapshots) - self.snapshots
+    def starts(self, per: Per) -> np.ndarray:
+        """[E + 1] int64 first row of each episode in the columns of a kind, and the row after the last."""
+        counts = self.snapshots if per == "snapshot" else self.table.lengths + (per == "observation")
+        return np.concatenate([[0], np.cumsum(counts)])
 
     def entry(self, number: int) -> dict[str, Any]:
         """Line `number` as a dictionary."""
@@ -157,23 +144,13 @@ def read_columns(folder: Path) -> tuple[Column, ...]:
 def array_offsets(folder: Path, columns: tuple[Column, ...], index: Index) -> dict[str, int]:
     """{column: offset of its rows in the .npy file}, with snapshots, without videos.
     Raises RecordingError: a file contains other data, or fewer rows than the index says."""
-    offsets = {}
-    step_ends = np.cumsum(index.table.lengths)
-    for column in (*columns, SNAPSHOT_COLUMN):
-        if not column.is_video:
-            ends = step_ends if column.per == "step" else step_ends + np.arange(1, index.num_episodes + 1)
-            ends = np.cumsum(index.snapshots) if column is SNAPSHOT_COLUMN else ends
-            offsets[column.name] = _array_offset(folder / f"{column.stem}.npy", column.name, *array_dtype(column), ends)
-    return offsets
+    arrays = [column for column in (*columns, SNAPSHOT_COLUMN) if not column.is_video]
+    return {column.name: _array_offset(folder / f"{column.stem}.npy", column, index.starts(column.per)[1:]) for column in arrays}
 
 
-def array_dtype(column: Column) -> tuple[str, tuple[int, ...]]:
-    """dtype and row shape of a column's .npy file: its own, or (offset, size) for rows of varying size, of snapshots after their step."""
-    return ("<i8", (3 if column is SNAPSHOT_COLUMN else 2,)) if column.is_blob else (column.dtype, column.shape)
-
-
-def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], ends: np.ndarray) -> int:
+def _array_offset(path: Path, column: Column, ends: np.ndarray) -> int:
     """Offset of the rows of an .npy file; checks that the file reaches the rows `ends` [E], one past the last of each episode."""
+    field, (dtype, shape) = column.name, column.stored
     with raised_as_damage(path, field=field), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         found = read_npy_header(file)
@@ -229,13 +206,9 @@ def read_index(path: Path, num_columns: int) -> Index:
     _require(path, snapshots >= 0, "snapshots", "is negative")
     _require(path, np.maximum(lengths, snapshots) <= _MOST_ROWS, "steps", f"or 'snapshots' is more than {_MOST_ROWS:,}")
     _require(path, np.isfinite(table.returns), "return", "is not finite")
-    step_rows = index.step_rows
-    for name, rows in (
-        ("step_row", step_rows),
-        ("observation_row", step_rows + np.arange(len(lines))),
-        ("snapshot_row", index.snapshot_rows),
-    ):
-        _require(path, _int64(path, name, columns[name]) == rows, name, "does not follow from the episodes before")
+    for per in get_args(Per):
+        name = f"{per}_row"
+        _require(path, _int64(path, name, columns[name]) == index.starts(per)[:-1], name, "does not follow from the episodes before")
     return index
 
 

@@ -40,12 +40,13 @@ Encoding = Literal["array", "text", "json", "arrays", "png", "mp4", "mp4_lossles
 """array: rows of one shape, in one .npy file. text, json: UTF-8 of varying size; arrays: an .npy file per row; png: a PNG file per row;
 these share one .bin file, with (offset, size) of each row in an .npy file beside it. mp4, mp4_lossless: one video per episode."""
 
+Per = Literal["step", "observation", "snapshot"]
+"""What a row of a column belongs to. An episode of T steps has T rows per step, T + 1 per observation, and any number per snapshot."""
 VideoFormat = Literal["mp4", "png", "raw"]
 VIDEO_FORMATS: tuple[str, ...] = get_args(VideoFormat)
 
 FINITE_COLUMNS = ("action", "reward", "sampled_action", "log_prob", "value")
 """Columns that may contain neither NaN nor infinity. The same holds for observations, but not for the simulator's state."""
-SNAPSHOTS = "snapshots"
 _SMALLEST_VIDEO = 16
 """Smallest side of a video in pixels; smaller pictures, and those that no video takes, are stored as arrays."""
 _NUMERIC_KINDS = "biufc"
@@ -58,8 +59,7 @@ class Column:
     name: str
     """Name as in `RecordedEpisode`: ``reward``, ``observation.state``, ``state.qpos``, ``images.front``."""
     encoding: Encoding
-    per: Literal["step", "observation"]
-    """T rows (step) or T + 1 rows (observation) per episode."""
+    per: Per
     dtype: str = ""
     """numpy dtype with byte order (``<f4``); empty for rows of varying size."""
     shape: tuple[int, ...] = ()
@@ -92,9 +92,10 @@ class Column:
         """Bytes of a row of fixed size."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
-    def rows_of(self, num_steps: int) -> int:
-        """Number of rows in an episode of `num_steps` steps."""
-        return num_steps if self.per == "step" else num_steps + 1
+    @property
+    def stored(self) -> tuple[str, tuple[int, ...]]:
+        """dtype and row shape of the .npy file; for rows of varying size (offset, size), for snapshots (step, offset, size)."""
+        return ("<i8", (3 if self.per == "snapshot" else 2,)) if self.is_blob else (self.dtype, self.shape)
 
     def to_dict(self) -> dict[str, Any]:
         fixed = {"dtype": self.dtype, "shape": list(self.shape)} if self.dtype else {}
@@ -119,8 +120,8 @@ class Column:
         return Column(name, encoding, per, dtype, shape)
 
 
-SNAPSHOT_COLUMN = Column(SNAPSHOTS, "arrays", "step")
-"""Column of snapshots, outside a part's columns: it has rows for some steps only, with the step's number."""
+SNAPSHOT_COLUMN = Column("snapshots", "arrays", "snapshot")
+"""Column of snapshots, outside a part's columns."""
 
 
 def _plain_dtype(text: object) -> str:
@@ -157,7 +158,7 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
     columns.append(_fixed("reward", np.dtype(np.float32), (), "step", "raw"))
     columns += [_fixed(name, np.dtype(bool), (), "step", "raw") for name in ("terminated", "truncated", "success")]
     for name, row in extras.items():
-        per: Literal["step", "observation"] = "step" if name in OPTIONAL_COLUMNS else "observation"
+        per: Per = "step" if name in OPTIONAL_COLUMNS else "observation"
         value = np.asarray(row)
         if value.dtype.kind in "OU" and name == "sampled_action":
             columns.append(Column(name, "text", per))
@@ -180,7 +181,7 @@ def picture_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Column
     return column if column.is_video else None
 
 
-def _fixed(name: str, dtype: np.dtype, shape: tuple[int, ...], per: Literal["step", "observation"], video: VideoFormat) -> Column:
+def _fixed(name: str, dtype: np.dtype, shape: tuple[int, ...], per: Per, video: VideoFormat) -> Column:
     if dtype.kind not in _NUMERIC_KINDS:
         raise RecordingError(f"Field '{name}' must hold numbers, got dtype {dtype}.")
     encoding: Encoding = "array"

@@ -15,13 +15,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from embodied_rl.episodes import folder as files
 from embodied_rl.episodes.buffers import UNFINISHED, BlobBuffer, Buffer, EpisodeRows, VideoBuffer
-from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column
+from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, Per
 from embodied_rl.episodes.recording import RecordingError, not_finite
 from embodied_rl.files import cannot_write, fsync, write_atomic, writing_to
 
@@ -140,10 +140,12 @@ class ArrayFile:
 class BlobFile:
     """Rows of varying size: a .bin file, and an .npy file [R, 2] int64 with (offset, size) of each row; [R, 3] with a mark first."""
 
-    def __init__(self, stem: Path, num_rows: int, size: int, marked: bool = False) -> None:
-        self._file = OpenFile(stem.with_name(stem.name + ".bin"))
-        self._places = ArrayFile(stem.with_name(stem.name + ".npy"), "<i8", (3 if marked else 2,), num_rows)
-        self._size, self._new_size = size, size
+    def __init__(self, folder: Path, column: Column, num_rows: int) -> None:
+        places = folder / f"{column.stem}.npy"
+        self._places = ArrayFile(places, *column.stored, num_rows)
+        self._file = OpenFile(folder / f"{column.stem}.bin")
+        self._size = int(np.load(places, mmap_mode="r", allow_pickle=False)[num_rows - 1, -2:].sum()) if num_rows else 0
+        self._new_size = self._size
 
     def append(self, chunks: Iterable[bytes], sizes: Sequence[int], marks: Sequence[int] | None = None) -> int:
         """Write rows whose concatenated bytes are `chunks`. Returns the CRC-32 of the bytes, then of their (mark and) size."""
@@ -208,10 +210,8 @@ class PartWriter:
 
     def __init__(self, folder: Path, columns: tuple[Column, ...], lock: int, index: files.Index | None) -> None:
         self.folder, self.columns, self._lock = folder, columns, lock
-        self.num_episodes = index.num_episodes if index else 0
-        steps = index.num_steps if index else 0
-        self._num_steps, self._num_snapshots = steps, index.num_snapshots if index else 0
-        self._index_size = index.size if index else 0
+        self.num_episodes, self._index_size = (index.num_episodes, index.size) if index else (0, 0)
+        self._num_rows: dict[Per, int] = {per: int(index.starts(per)[-1]) if index else 0 for per in get_args(Per)}
         self.step_bytes = sum(column.row_bytes for column in columns if column.encoding == "array")
         """Bytes of a step in the columns of fixed size."""
         self._scratch: dict[int, np.ndarray] = {}
@@ -220,15 +220,14 @@ class PartWriter:
             _require_headers(folder, columns, files.array_offsets(folder, columns, index))
         self._files: dict[str, ArrayFile | BlobFile | VideoFolder] = {}
         for column in columns:
-            stem, rows = folder / column.stem, steps + (0 if column.per == "step" else self.num_episodes)
             if column.is_video:
-                self._files[column.name] = VideoFolder(stem)
+                self._files[column.name] = VideoFolder(folder / column.stem)
             elif column.is_blob:
-                self._files[column.name] = BlobFile(stem, rows, _blob_size(stem, rows))
+                self._files[column.name] = BlobFile(folder, column, self._num_rows[column.per])
             else:
-                self._files[column.name] = ArrayFile(stem.with_name(stem.name + ".npy"), column.dtype, column.shape, rows)
-        stem = folder / SNAPSHOTS
-        self._snapshots = BlobFile(stem, self._num_snapshots, _blob_size(stem, self._num_snapshots), marked=True)
+                self._files[column.name] = ArrayFile(folder / f"{column.stem}.npy", *column.stored, self._num_rows[column.per])
+        self._snapshots = BlobFile(folder, SNAPSHOT_COLUMN, self._num_rows["snapshot"])
+        self._growing = [*(file for file in self._files.values() if not isinstance(file, VideoFolder)), self._snapshots]
 
     def commit(self, rows: EpisodeRows, about: files.EpisodeAbout) -> int:
         """Append a finished episode; return its number in the part.
@@ -236,8 +235,7 @@ class PartWriter:
         entry = about.summary({name: rows.whole(name) for name in files.SUMMED})
         sums = [self._append(column, rows.buffers[column.name]) for column in self.columns]
         sums.append(self._snapshots.append(rows.snapshots.chunks(), rows.snapshots.sizes, rows.marks))
-        line = self._line(entry, sums, len(rows.marks), self._num_steps, self.num_episodes)
-        self._count(line, 1, entry["steps"], len(rows.marks))
+        self._count(self._line(entry, sums, len(rows.marks)), 1, entry["steps"], len(rows.marks))
         return self.num_episodes - 1
 
     def commit_together(self, episodes: Sequence[Gathered]) -> Iterator[None]:
@@ -257,7 +255,7 @@ class PartWriter:
         for number, column in enumerate(self.columns):
             file = self._files[column.name]
             assert isinstance(file, ArrayFile)
-            sizes = [column.rows_of(length) for length in lengths]
+            sizes = [length + (column.per == "observation") for length in lengths]
             rows = self._scratch_for(number, sum(sizes))
             np.concatenate([piece for columns, _ in episodes for piece in columns[number]], out=rows)
             if column.must_be_finite:
@@ -273,7 +271,7 @@ class PartWriter:
             summed = {name: whole[name][first : first + length] for name in files.SUMMED}
             entry = about.summary(summed)
             crcs = [*(of_column[number] for of_column in sums), of_snapshots]
-            lines.append(self._line(entry, crcs, 0, self._num_steps + first, self.num_episodes + number))
+            lines.append(self._line(entry, crcs, 0, first, number))
             first += length
         self._count(b"".join(lines), len(episodes), first, 0)
 
@@ -284,16 +282,16 @@ class PartWriter:
             scratch = self._scratch[number] = np.empty((num_rows, *column.shape), column.dtype)
         return scratch[:num_rows]
 
-    def _line(self, entry: Mapping[str, Any], sums: list[int], num_snapshots: int, step_row: int, number: int) -> bytes:
-        """Index line for an episode that begins at a row."""
+    def _line(self, entry: Mapping[str, Any], sums: list[int], num_snapshots: int, steps: int = 0, episodes: int = 0) -> bytes:
+        """Index line for an episode that follows so many new steps and episodes."""
         return files.encode_entry(
             {
                 "steps": entry["steps"],
-                "step_row": step_row,
-                "observation_row": step_row + number,
+                "step_row": self._num_rows["step"] + steps,
+                "observation_row": self._num_rows["observation"] + steps + episodes,
                 **{key: value for key, value in entry.items() if key not in ("steps", "metadata")},
                 "snapshots": num_snapshots,
-                "snapshot_row": self._num_snapshots,
+                "snapshot_row": self._num_rows["snapshot"],
                 "crc32": sums,
                 "metadata": entry["metadata"],
             }
@@ -301,15 +299,15 @@ class PartWriter:
 
     def _count(self, lines: bytes, num_episodes: int, num_steps: int, num_snapshots: int) -> None:
         """Make the appended episodes count: in the headers, in the index, and in this object."""
-        growing = [self._snapshots, *(file for file in self._files.values() if not isinstance(file, VideoFolder))]
-        for file in growing:
+        for file in self._growing:
             file.announce()
         self._write_lines(lines)
-        for file in growing:
+        for file in self._growing:
             file.commit()
-        self._num_steps += num_steps
-        self._num_snapshots += num_snapshots
         self.num_episodes += num_episodes
+        self._num_rows["step"] += num_steps
+        self._num_rows["observation"] += num_steps + num_episodes
+        self._num_rows["snapshot"] += num_snapshots
 
     def close(self, durable: bool = True) -> None:
         """Cut the files to their valid size, flush them to disk (if `durable`), and release the part."""
@@ -420,17 +418,9 @@ def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
         raise
 
 
-def _blob_size(stem: Path, num_rows: int) -> int:
-    """End of the bytes of the committed rows."""
-    if num_rows == 0:
-        return 0
-    places = np.load(stem.with_name(stem.name + ".npy"), mmap_mode="r", allow_pickle=False)
-    return int(places[num_rows - 1, -2] + places[num_rows - 1, -1])
-
-
 def _require_headers(folder: Path, columns: tuple[Column, ...], offsets: Mapping[str, int]) -> None:
     """Raise RecordingError if another program has written a file with a header of another length: rows would be misaligned."""
     for column in (*columns, SNAPSHOT_COLUMN):
-        if not column.is_video and offsets[column.name] != len(npy_header(*files.array_dtype(column), 0)):
+        if not column.is_video and offsets[column.name] != len(npy_header(*column.stored, 0)):
             path = folder / f"{column.stem}.npy"
             raise RecordingError(f"'{path}', field '{column.name}': another program has written it; episodes cannot be added to it.")

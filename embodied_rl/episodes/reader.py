@@ -10,12 +10,12 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from embodied_rl.episodes import folder as files
-from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, decode_row, layout_for
+from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, Per, decode_row, layout_for
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader
 from embodied_rl.episodes.recording import (
     OPTIONAL_COLUMNS,
@@ -28,6 +28,7 @@ from embodied_rl.episodes.recording import (
     RecordingInfo,
     cut_by_steps,
     damaged,
+    fields_of,
     joined,
     raised_as_damage,
     runs_of,
@@ -165,14 +166,8 @@ class PartReader:
         self.by_name = {column.name: column for column in self.columns}
         self._offsets = files.array_offsets(folder, self.columns, self.index)
         self.bytes_per_step = sum(column.row_bytes for column in self.columns if column.encoding == "array")
-        self._step_rows, self._snapshot_rows = self.index.step_rows, self.index.snapshot_rows
-        self._places: list[tuple[Column, str, str]] = []
-        """Each column with its field of `RecordedEpisode` ("" for itself) and its key in it."""
-        for column in self.columns:
-            room, dot, key = column.name.partition(".")
-            self._places.append((column, room, key) if dot else (column, "", room))
+        self._starts: dict[Per, np.ndarray] = {per: self.index.starts(per) for per in get_args(Per)}
         self._finite = [column for column in self.columns if column.name in ("action", "reward") and column.must_be_finite]
-        self._all_rows: list[tuple[Column, str, str, np.ndarray | None]] = []
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._blobs: dict[str, mmap.mmap | bytes] = {}
         self._videos: OrderedDict[tuple[str, int], VideoReader] = OrderedDict()
@@ -182,36 +177,22 @@ class PartReader:
 
     def episode(self, number: int) -> RecordedEpisode:
         """Read an episode. Raises RecordingError if its data are damaged."""
-        entry, length = self.index.entry(number), int(self.index.table.lengths[number])
-        first = int(self._step_rows[number])
-        steps, seen = slice(first, first + length), slice(first + number, first + number + length + 1)
-        read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
+        entry = self.index.entry(number)
+        where = {per: slice(*starts[number : number + 2].tolist()) for per, starts in self._starts.items()}
         if not self._verified[:, number].all():  # the other columns are verified when they are read
             for column in self.columns:
                 if column.encoding == "array":
                     self.verify(column, number)
-        for column, room, key, rows in self._arrays():
-            if rows is None:
-                read[room][key] = self.column(column, number)
-            else:
-                read[room][key] = rows[steps if column.per == "step" else seen]
+        read = {}
+        for column in self.columns:
+            read[column.name] = self.rows(column)[where[column.per]] if column.encoding == "array" else self.column(column, number)
         for column in self._finite:  # they are few, and NaN in them would spread into training
-            if not np.isfinite(read[""][column.name]).all():
+            if not np.isfinite(read[column.name]).all():
                 raise self.damaged(column, number, "holds NaN or infinity")
+        about = {name: entry[name] for name in ("seed", "task", "instruction", "metadata")}
         snapshots = self.snapshots(number)
         try:
-            return RecordedEpisode(
-                seed=entry["seed"],
-                observation=read["observation"],
-                **read[""],
-                state=read["state"] or None,
-                snapshots=snapshots,
-                images=read["images"],
-                task=entry["task"],
-                instruction=entry["instruction"],
-                metadata=entry["metadata"],
-                same_lengths=True,
-            )
+            return RecordedEpisode(**fields_of(read), **about, snapshots=snapshots, same_lengths=True)
         except ValueError as error:
             raise damaged(self.folder, str(error).rstrip("."), number) from error
 
@@ -220,21 +201,18 @@ class PartReader:
         length = int(self.index.table.lengths[number])
         if not 0 <= time < length:
             raise IndexError(f"Episode {number} has {length} steps; step {time} does not exist.")
-        read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
-        after: dict[str, Any] = {}
-        for column, room, key in self._places:
-            read[room][key] = self.row(column, number, time)
-            if room == "observation":
-                after[key] = self.row(column, number, time + 1)
-        rooms = {"observation": read["observation"], "state": read["state"] or None, "images": read["images"]}
-        return RecordedStep.of(read[""], **rooms, next_observation=after)
+        seen = [column for column in self.columns if column.name.startswith("observation.")]
+        return RecordedStep.of(
+            {column.name: self.row(column, number, time) for column in self.columns},
+            {column.name: self.row(column, number, time + 1) for column in seen},
+        )
 
     # ---- columns ----
 
     def column(self, column: Column, number: int) -> Any:
         """All rows of an episode: a view, an object array, or pictures that are decoded on access."""
         if column.is_picture:
-            count = column.rows_of(int(self.index.table.lengths[number]))
+            count = self._count(column, number)
             if column.is_video:
                 # Opened and verified now, to find a damaged file now, since copies are made of the file as it is.
                 self._video(column, number)
@@ -258,12 +236,10 @@ class PartReader:
         """All rows of neighbouring episodes in order: a view if they are plain arrays."""
         if column.encoding != "array":
             return joined([self.column(column, number) for number in range(first, stop)])
-        if first == stop:
-            return self.rows(column)[:0]
         for number in np.flatnonzero(~self._verified[self._numbers[column.name], first:stop]).tolist():
             self.verify(column, first + number)
-        end = self._start(column, stop - 1) + column.rows_of(int(self.index.table.lengths[stop - 1]))
-        return self.rows(column)[self._start(column, first) : end]
+        starts = self._starts[column.per]
+        return self.rows(column)[starts[first] : starts[stop]]
 
     def row(self, column: Column, number: int, time: int) -> Any:
         self.verify(column, number)
@@ -273,8 +249,8 @@ class PartReader:
             except VideoError as error:
                 raise self.damaged(column, number, str(error)) from error
         if column.encoding == "array":
-            return self.rows(column)[self._start(column, number) + time]
-        data = self.blob_bytes(column, number, self.rows(column)[self._start(column, number) + time])
+            return self.rows(column)[self._starts[column.per][number] + time]
+        data = self.blob_bytes(column, number, self._rows_of(column, number)[time])
         try:
             return decode_row(column, data)
         except (ValueError, EOFError, RecursionError) as error:
@@ -346,25 +322,16 @@ class PartReader:
         self._videos.clear()
         self._blobs.clear()
         # Views that callers still hold keep their mapping; unused mappings go now.
-        self._all_rows.clear()
         self._maps.clear()
 
     def _rows_of(self, column: Column, number: int) -> np.ndarray:
         """An episode's part of `rows`."""
-        if column is SNAPSHOT_COLUMN:
-            start, count = int(self._snapshot_rows[number]), int(self.index.snapshots[number])
-        else:
-            start, count = self._start(column, number), column.rows_of(int(self.index.table.lengths[number]))
-        return self.rows(column)[start : start + count]
+        starts = self._starts[column.per]
+        return self.rows(column)[starts[number] : starts[number + 1]]
 
-    def _start(self, column: Column, number: int) -> int:
-        return int(self._step_rows[number]) + (0 if column.per == "step" else number)
-
-    def _arrays(self) -> list[tuple[Column, str, str, np.ndarray | None]]:
-        """Every column with its field and key in `RecordedEpisode`, and the rows of all episodes; None: not plain arrays."""
-        if not self._all_rows:
-            self._all_rows = [(*place, self.rows(place[0]) if place[0].encoding == "array" else None) for place in self._places]
-        return self._all_rows
+    def _count(self, column: Column, number: int) -> int:
+        starts = self._starts[column.per]
+        return int(starts[number + 1] - starts[number])
 
     def rows(self, column: Column) -> np.ndarray:
         """Rows of all episodes: of a column of plain arrays, or the (offset, size) of rows of varying size, of snapshots after their step.
@@ -372,11 +339,7 @@ class PartReader:
         mapped = self._maps.get(column.name)
         if mapped is not None:
             return mapped[1]
-        dtype, shape = files.array_dtype(column)
-        if column is SNAPSHOT_COLUMN:
-            count = self.index.num_snapshots
-        else:
-            count = self.index.num_steps + (0 if column.per == "step" else self.index.num_episodes)
+        (dtype, shape), count = column.stored, int(self._starts[column.per][-1])
         offset, size = self._offsets[column.name], math.prod(shape)
         path = self.folder / f"{column.stem}.npy"
         with raised_as_damage(path, field=column.name), open_regular(path) as file:
@@ -396,7 +359,7 @@ class PartReader:
         video = self._videos.pop(key, None)
         if video is None:
             with raised_as_damage(path := self._path(column, number), number, column.name, said=""):
-                video = VideoReader(path, column.shape, column.rows_of(int(self.index.table.lengths[number])))
+                video = VideoReader(path, column.shape, self._count(column, number))
             while len(self._videos) >= OPEN_VIDEOS:
                 self._videos.popitem(last=False)[1].close()
         self._videos[key] = video

@@ -171,6 +171,18 @@ class RecordedEpisode:
         return bool(self.terminated[-1] or self.truncated[-1])
 
 
+def fields_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `RecordedEpisode.columns`, for all rows or for one of each: the fields, with those in several columns as mappings."""
+    fields: dict[str, Any] = {"observation": {}, "state": {}, "images": {}}
+    for name, rows in columns.items():
+        field, dot, key = name.partition(".")
+        if dot:
+            fields[field][key] = rows
+        else:
+            fields[name] = rows
+    return fields | {"state": fields["state"] or None}
+
+
 CHOSEN = "chosen_by_success"
 """Metadata of a recording that a split by success made, or a merge with such a one."""
 
@@ -362,9 +374,10 @@ class RecordedStep:
     """Pictures {camera: [H, W, 3] uint8} before the step."""
 
     @staticmethod
-    def of(row: Mapping[str, Any], **others: Any) -> RecordedStep:
-        """Build a step from a row of `STEP_COLUMNS` and the known `OPTIONAL_COLUMNS`, and the other fields."""
-        return RecordedStep(**{name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}, **others)
+    def of(before: Mapping[str, Any], after: Mapping[str, Any]) -> RecordedStep:
+        """Build a step from a row of each column of `RecordedEpisode.columns`, and the next rows of the observation."""
+        fields = {name: value.item() if isinstance(value, np.generic) else value for name, value in fields_of(before).items()}
+        return RecordedStep(**fields, next_observation=fields_of(after)["observation"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -530,10 +543,6 @@ def step_of(episode: RecordedEpisode, time: int) -> RecordedStep:
     if not 0 <= time < episode.num_steps:
         raise IndexError(f"The episode has {episode.num_steps} steps; step {time} does not exist.")
 
-    return RecordedStep.of(
-        {name: rows[time] for name, rows in episode.per_step().items()},
-        observation={key: part[time] for key, part in episode.observation.items()},
-        next_observation={key: part[time + 1] for key, part in episode.observation.items()},
-        state=None if episode.state is None else {name: part[time] for name, part in episode.state.items()},
-        images={camera: part[time] for camera, part in episode.images.items()},
-    )
+    columns = episode.columns()
+    after = {name: rows[time + 1] for name, rows in columns.items() if name.startswith("observation.")}
+    return RecordedStep.of({name: rows[time] for name, rows in columns.items()}, after)

@@ -29,6 +29,8 @@ from embodied_rl.episodes.recording import (
     RecordedEpisode,
     RecordingInfo,
     damaged,
+    fields_of,
+    per_observation,
     raised_as_damage,
 )
 from embodied_rl.errors import brief, from_extra
@@ -332,19 +334,16 @@ class LeRobotRecording(base.ForeignRecording):
         place, notes = self._places[number], base.NoteBook()
         rows = self._rows(number, [feature for feature in self._features if feature.storage != "video"])
         fields = self._flags(number, notes, rows)
-        parts: dict[str, dict[str, Any]] = {"observation": {}, "state": {}, "images": {}}
+        columns: dict[str, Any] = {name: rows[name] for name in OPTIONAL_COLUMNS if name in rows}
         for feature in self._features:
-            room, _, key = feature.field.partition(".")
-            if room in parts and key:
-                picture = feature.is_picture
-                values = self._pictures(number, feature, rows) if picture else rows[feature.field]
-                if not picture:
-                    values = base.unknown_last(values) if room == "state" else base.repeat_last(values)
-                parts[room][key] = values
-        for name in OPTIONAL_COLUMNS:
-            if name in rows:
-                fields[name] = rows[name]
-        fields |= {"observation": parts["observation"], "state": parts["state"] or None, "images": parts["images"]}
+            room = feature.field.partition(".")[0]
+            if per_observation(feature.field) and room in ("observation", "state", "images"):
+                if feature.is_picture:
+                    columns[feature.field] = self._pictures(number, feature, rows)
+                else:
+                    last = base.unknown_last if room == "state" else base.repeat_last
+                    columns[feature.field] = last(rows[feature.field])
+        fields |= fields_of(columns)
         own = {"instruction": self._episode_tasks[number], "metadata": {}} if self._side_episodes is None else self._side_episodes[number]
         fields |= own
         fields["metadata"] = {**fields["metadata"], "final_observation": "repeated"}
