@@ -296,37 +296,11 @@ def columns_around(
     return columns
 
 
-_GAP_BYTES = 2**8
-"""Largest gap in memory between arrays that are copied together, gap included."""
-_ALIGNMENT = 64
 _MAX_ROWS = 256
 """Limit on rows; with more, conversion is no faster, and simulators wait longer at a time."""
-
-
-class Places:
-    """Copies arrays [n, ...] as they are in memory; most are views into one block, so few copies suffice.
-    Raises ValueError for arrays whose memory is not contiguous."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], max_rows: int, max_bytes: int) -> None:
-        """`max_rows`, `max_bytes`: room in steps and bytes; the smaller limit counts, but at least one step."""
-        spans = _spans(arrays)
-        row_bytes = sum(len(source) for source, _ in spans)
-        self.max_rows = max(1, min(max_rows, max_bytes // row_bytes))
-        self.copies: list[tuple[memoryview, memoryview, list[slice]]] = []
-        """(target, source, slice for each row) of each copy."""
-        self._blocks: dict[str, np.ndarray] = {}
-        for source, members in spans:
-            size = len(source)
-            room = np.empty(self.max_rows * size, np.uint8)
-            self.copies.append((room.data, source, [slice(t * size, (t + 1) * size) for t in range(self.max_rows)]))
-            for name, offset in members:
-                array = arrays[name]
-                block: np.ndarray = np.ndarray((self.max_rows, *array.shape), array.dtype, room, offset, (size, *array.strides))
-                self._blocks[name] = block
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """[max_rows, n, ...] view of the kept rows of an array."""
-        return self._blocks[name]
+_ALIGNMENT = 64
+_JOINED_BYTES = 2**12
+"""Largest array that is copied with others; a larger one would be copied twice."""
 
 
 class SteadyGroup:
@@ -347,69 +321,72 @@ class SteadyGroup:
             layout: columns of the episodes.
             max_bytes: approximate size of the rows.
 
-        Raises ValueError: see `Places`.
+        Raises ValueError: an outcome's memory is not one piece.
         """
         columns = {column.name: column for column in layout}
         self.slots, self.layout = list(slots), layout
         self.rows = {slot: row for row, slot in enumerate(self.slots)}
         self.ready = False
         """Whether every slot has an episode in progress that continues in this group."""
-        there = [columns[name] for name in given]
-        given_bytes = len(self.slots) * sum(column.row_bytes for column in there)
-        outcome_bytes = sum(array.nbytes for array in outcome.values())
-        share = outcome_bytes / max(1, outcome_bytes + given_bytes)
-        self._outcome = Places(outcome, _MAX_ROWS, int(max_bytes * share))
-        self.max_rows, self.fill = self._outcome.max_rows, 0
+        for name, array in outcome.items():
+            if not array.flags.c_contiguous or array.dtype.hasobject or not array.nbytes:
+                raise ValueError(f"'{name}' is not one piece of memory")
+        large = [name for name, array in outcome.items() if array.nbytes > _JOINED_BYTES]
+        self._columns = [columns[name] for name in (*given, *outcome)]
+        self.step_bytes = sum(column.row_bytes for column in self._columns)
+        """Bytes of a slot's step."""
+        self.max_rows, self.fill = max(1, min(_MAX_ROWS, max_bytes // (len(self.slots) * self.step_bytes))), 0
         self.taken = [0] * len(self.slots)
         """For each slot, the first row that its current episode has not received."""
         self.ended: list[tuple[EpisodeSink, int, int, int]] = []
         """(sink, the slot's row here, first row not yet received, end of those rows) of each finished episode."""
-        self.step_bytes = sum(columns[name].row_bytes for name in (*outcome, *given))
-        """Bytes of a slot's step."""
-        self._columns = [columns[name] for name in outcome] + there
-        self._dtypes = [np.dtype(column.dtype) for column in there]
-        self._given_bytes = given_bytes
-        self._given_room = np.empty((self.max_rows, given_bytes), np.uint8)
-        self._given_rows = [row.data for row in self._given_room]
-        self._given: dict[str, np.ndarray] = {}
-        offset = 0
-        for column in there:
-            size = len(self.slots) * column.row_bytes
-            rows: np.ndarray = np.ndarray(
-                (self.max_rows, len(self.slots), *column.shape),
-                column.dtype,
-                self._given_room,
-                offset,
-                (given_bytes, *np.empty((len(self.slots), *column.shape), column.dtype).strides),
-            )
-            self._given[column.name] = rows
-            offset += size
+        self._given = [columns[name] for name in given]
+        self._dtypes = [np.dtype(column.dtype) for column in self._given]
+        joined = {column.name: np.empty((len(self.slots), *column.shape), column.dtype) for column in self._given}
+        small = {"": np.zeros(-sum(array.nbytes for array in joined.values()) % _ALIGNMENT, np.uint8)}
+        # The widest numbers first, so that all are aligned.
+        small |= {name: outcome[name] for name in sorted(outcome, key=lambda name: -outcome[name].itemsize) if name not in large}
+        self._small = [_bytes_of(array) for array in small.values() if array.nbytes]
+        joined |= small
+        self._joined_bytes = sum(array.nbytes for array in joined.values())
+        room = np.empty((self.max_rows, -(-self._joined_bytes // _ALIGNMENT) * _ALIGNMENT), np.uint8)
+        self._rows = [row.data for row in room[:, : self._joined_bytes]]
+        """Memory of each step's joined columns."""
+        self._blocks: dict[str, np.ndarray] = {}
+        """Rows of each column, [max_rows, n, ...]."""
+        start = 0
+        for name, array in joined.items():
+            self._blocks[name] = room[:, start : start + array.nbytes].view(array.dtype).reshape(self.max_rows, *array.shape)
+            start += array.nbytes
+        self._blocks |= {name: np.empty((self.max_rows, *outcome[name].shape), outcome[name].dtype) for name in large}
+        self._large = [([_bytes_of(row) for row in self._blocks[name]], _bytes_of(outcome[name])) for name in large]
+        """(memory of each step, where its outcome is) of each column that is copied apart."""
 
     def keep(self, given: tuple[Any, ...]) -> None:
         """Add a step: the outcome is in its arrays; `given` in the order of the names, each [n, ...]. Raises RecordingError."""
         time = self.fill
         try:
             # Joining is the fastest way to copy small arrays: a tenth of numpy's time.
-            data = b"".join(given) if [rows.dtype for rows in given] == self._dtypes else b""
+            data = b"".join((*given, *self._small)) if [rows.dtype for rows in given] == self._dtypes else b""
         except (AttributeError, TypeError, BufferError, ValueError):  # not an array, or not contiguous
             data = b""
-        if len(data) != self._given_bytes:
-            data = self._converted(given)
-        self._given_rows[time][:] = data
-        for room, source, rows in self._outcome.copies:
-            room[rows[time]] = source
+        if len(data) != self._joined_bytes:
+            data = b"".join((*self._converted(given), *self._small))
+        self._rows[time][:] = data
+        for rooms, source in self._large:
+            rooms[time][:] = source
         self.fill = time + 1
 
     def correct(self, row: int, values: Mapping[str, Any]) -> None:
         """Replace values in the last step of a slot's row."""
         for name, value in values.items():
-            self._outcome[name][self.fill - 1, row] = value
+            self._blocks[name][self.fill - 1, row] = value
 
     def of_slot(self, row: int) -> Iterator[tuple[str, np.ndarray]]:
         """Columns with the slot's rows [t, ...] that its episode has not received; the caller then owns them."""
         first, self.taken[row] = self.taken[row], self.fill
         for column in self._columns:
-            yield column.name, self._block(column)[first : self.fill, row].astype(column.dtype, copy=True)
+            yield column.name, self._blocks[column.name][first : self.fill, row].astype(column.dtype, copy=True)
 
     def end(self, row: int, sink: EpisodeSink, fetch: Callable[[SteadyGroup], None]) -> None:
         """End a slot's episode; it can call `fetch` for its rows of this group."""
@@ -422,62 +399,19 @@ class SteadyGroup:
         """Columns with the rows [n, t, ...] of all slots, including received ones; empties the group."""
         fill = self.fill
         self.fill, self.taken, self.ended = 0, [0] * len(self.slots), []
-        return [(column.name, np.array(self._block(column)[:fill].swapaxes(0, 1), column.dtype, order="C")) for column in self._columns]
+        return [
+            (column.name, np.array(self._blocks[column.name][:fill].swapaxes(0, 1), column.dtype, order="C")) for column in self._columns
+        ]
 
-    def _block(self, column: Column) -> np.ndarray:
-        """Rows of a column, [max_rows, n, ...]."""
-        block = self._given.get(column.name)
-        return self._outcome[column.name] if block is None else block
-
-    def _converted(self, given: tuple[Any, ...]) -> bytes:
+    def _converted(self, given: tuple[Any, ...]) -> list[bytes]:
         """Convert the given columns of any type. Raises RecordingError if a shape has changed."""
         parts = []
-        for (name, block), rows in zip(self._given.items(), given, strict=True):
-            if np.shape(rows) != block.shape[1:]:
-                raise RecordingError(f"Field '{name}' must be {list(block.shape[1:])}, got {list(np.shape(rows))}.")
-            parts.append(np.asarray(rows).astype(block.dtype).tobytes())
-        return b"".join(parts)
+        for column, rows in zip(self._given, given, strict=True):
+            if np.shape(rows) != (shape := (len(self.slots), *column.shape)):
+                raise RecordingError(f"Field '{column.name}' must be {list(shape)}, got {list(np.shape(rows))}.")
+            parts.append(np.asarray(rows).astype(column.dtype).tobytes())
+        return parts
 
 
-def _spans(arrays: Mapping[str, np.ndarray]) -> list[tuple[memoryview, list[tuple[str, int]]]]:
-    """Memory spans that contain the arrays, as few as worthwhile, each with the names and offsets of its arrays."""
-    by_root: dict[int, list[tuple[int, int, str]]] = {}
-    memories: dict[int, np.ndarray] = {}
-    for name, array in arrays.items():
-        if not array.flags.c_contiguous or array.dtype.hasobject or not array.nbytes:
-            raise ValueError(f"'{name}' is not one piece of memory")
-        memory = _memory(array)
-        start = array.ctypes.data
-        memories[memory.ctypes.data] = memory
-        by_root.setdefault(memory.ctypes.data, []).append((start, start + array.nbytes, name))
-    spans = []
-    for root, members in by_root.items():
-        members.sort()
-        runs: list[list[tuple[int, int, str]]] = []
-        stop = -_GAP_BYTES - 1
-        for member in members:
-            if member[0] - stop > _GAP_BYTES:
-                runs.append([])
-            runs[-1].append(member)
-            stop = max(stop, member[1])
-        for run in runs:
-            # Keeps numbers aligned in the copies too.
-            low = max(root, run[0][0] // _ALIGNMENT * _ALIGNMENT)
-            high = max(stop for _, stop, _ in run)
-            high = min(root + memories[root].nbytes, -(-high // _ALIGNMENT) * _ALIGNMENT)
-            piece = memories[root][low - root : high - root].data
-            spans.append((piece, [(name, start - low) for start, _, name in run]))
-    return spans
-
-
-def _memory(array: np.ndarray) -> np.ndarray:
-    """[bytes] the whole memory that an array is a view into."""
-    owner = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    if owner.base is not None:
-        try:
-            return np.frombuffer(owner.base, np.uint8)
-        except (TypeError, ValueError, BufferError):
-            pass  # the owner of the memory reveals nothing about the rest of it
-    return (owner if owner.flags.c_contiguous else array).reshape(-1).view(np.uint8)
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

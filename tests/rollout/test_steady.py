@@ -13,7 +13,7 @@ from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.sink import Places, SteadyGroup
+from embodied_rl.episodes.sink import SteadyGroup
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.sim.instrumented import PHYSICS
@@ -173,28 +173,26 @@ def test_rows_that_were_given_up_are_not_written(tmp_path: Path) -> None:
             assert_same_episode(episode, episodes[episode.seed])
 
 
-def test_places_copy_what_lies_close_together_at_once() -> None:
-    slab = Slab()
-    own = np.arange(6, dtype=np.int16).reshape(2, 3)
-    places = Places({**slab.of(2, 2), "own": own}, 5, 10**6)
-    # The rows of "wide" take 6400 bytes for two slots: what lies before them and behind them is not joined to the rows of the others.
-    assert len(places.copies) == 3
-    assert places.max_rows == 5
+def test_small_and_large_arrays_are_kept_as_they_are() -> None:
+    """What "wide" takes for two slots, 6400 bytes, is copied apart from the rest."""
+    slab, own = Slab(), np.arange(6, dtype=np.int16).reshape(2, 3)
+    outcome = {**slab.of(2, 2), "own": own}
+    columns = tuple(Column(name, "array", "step", array.dtype.str, array.shape[1:]) for name, array in outcome.items())
+    steady = SteadyGroup([2, 3], outcome, [], columns, 5 * sum(array.nbytes for array in outcome.values()))
+    assert steady.max_rows == 5
     for time in range(5):
         for name, array in slab.arrays.items():
             array[2:] = 10 * time + (name == "reward")
         own += 1
-        for room, source, rows in places.copies:
-            room[rows[time]] = source
-    for time in range(5):
-        assert places["own"][time].tolist() == [[time + 1, time + 2, time + 3], [time + 4, time + 5, time + 6]]
-        assert places["reward"][time].tolist() == [10 * time + 1] * 2
-        assert places["observation.wide"][time].tolist() == [[[10.0 * time] * 200] * 2] * 2
-        assert places["observation.flag"][time].tolist() == [time > 0] * 2
-    with pytest.raises(ValueError, match="one piece"):
-        Places({"strided": np.zeros((4, 4))[:, 1]}, 5, 1000)
-    with pytest.raises(ValueError, match="one piece"):
-        Places({"words": np.array(["a"], object)}, 5, 1000)
+        steady.keep(())
+    found = dict(steady.of_slot(1))
+    assert found["own"].tolist() == [[time + 4, time + 5, time + 6] for time in range(5)]
+    assert found["reward"].tolist() == [10 * time + 1 for time in range(5)]
+    assert found["observation.wide"].tolist() == [[[10.0 * time] * 200] * 2 for time in range(5)]
+    assert found["observation.flag"].tolist() == [time > 0 for time in range(5)]
+    for array in (np.zeros((4, 4))[:, 1], np.array(["a"], object)):
+        with pytest.raises(ValueError, match="one piece"):
+            SteadyGroup([0], {"reward": array}, [], (Column("reward", "array", "step", "<f8"),), 1000)
 
 
 def test_what_was_done_is_stacked_whatever_arrays_it_comes_in() -> None:
