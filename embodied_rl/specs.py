@@ -105,6 +105,11 @@ class ActionSpec:
     def dtype(self) -> str:
         return "float32" if self.kind == "continuous" else "int64"
 
+    @property
+    def part(self) -> TensorSpec | VariableSpec:
+        """One action as a part of an observation has it."""
+        return VariableSpec("text", self.max_bytes) if self.kind == "text" else TensorSpec((self.dim,), self.dtype)
+
     def denormalise(self, action: np.ndarray) -> np.ndarray:
         """Clip normalised actions [..., A] to [-1, 1] and map them onto the simulator's bounds; discrete ones pass through."""
         if self.kind != "continuous":

@@ -69,7 +69,7 @@ FLOORS: dict[str, set[str]] = {
     "agents": GROUND | {"config", "generation", "sandbox", "sim"},
     "rollout": GROUND | {"agents", "config", "episodes", "generation", "sandbox", "serving.agents", "sim"},
     "learning": GROUND | {"config", "distributed", "episodes", "policies", "algorithms"},
-    "hybrid": GROUND | {"config", "generation", "learning", "policies", "algorithms"},
+    "hybrid": GROUND | {"config", "generation", "learning", "policies", "algorithms", "sim"},
     "reporting": GROUND | {"checkpoint", "config", "loggers"},
     "run_folder": GROUND | {"config", "checkpoint", "loggers"},
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "learning", "policies", "rollout", "sim"},

@@ -18,6 +18,7 @@ from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import TrainedCopy
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.ranks import RankExecutor
+from embodied_rl.sim.simulators import Simulators
 
 
 class HybridEngine:
@@ -93,14 +94,6 @@ class HybridEngine:
             yield
         finally:
             self.phase = None
-
-
-class Simulators(Protocol):
-    """The part of `EnvManager` that the engine uses."""
-
-    def offload(self) -> int: ...
-
-    def onload(self) -> None: ...
 
 
 class Trains(Protocol):

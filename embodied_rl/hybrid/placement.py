@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from embodied_rl.config.hybrid import ClusterConfig, NodesConfig, PlacementConfig, PlacementKind
 from embodied_rl.errors import UserError, require_known
+from embodied_rl.sim.topology import format_list
 
 Role = Literal["env", "generation", "reward", "train"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -195,25 +196,11 @@ def describe(devices: Sequence[Device]) -> list[str]:
     by_node: dict[tuple[int, str], list[int]] = {}
     for device in sorted(devices):
         by_node.setdefault((device.node, device.kind), []).append(device.index)
-    runs: list[tuple[int, int, str]] = []
+    nodes_of: dict[str, list[int]] = {}
     for (node, kind), indices in by_node.items():
-        for part in ["cpu"] if kind == "cpu" else [f"gpu:{low}" if low == high else f"gpu:{low}-{high}" for low, high in _runs(indices)]:
-            last = next((place for place, (_, end, name) in enumerate(runs) if name == part and end == node - 1), None)
-            if last is None:
-                runs.append((node, node, part))
-            else:
-                runs[last] = (runs[last][0], node, part)
-    return [f"{first}/{part}" if first == last else f"{first}-{last}/{part}" for first, last, part in runs]
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
+        for part in ["cpu"] if kind == "cpu" else [f"gpu:{run}" for run in format_list(indices).split(",")]:
+            nodes_of.setdefault(part, []).append(node)
+    return [f"{run}/{part}" for part, nodes in nodes_of.items() for run in format_list(nodes).split(",")]
 
 
 def _range(text: str) -> range:

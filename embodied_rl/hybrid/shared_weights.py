@@ -15,7 +15,6 @@ import ctypes
 import errno
 import fcntl
 import json
-import mmap
 import os
 import struct
 import time
@@ -23,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,23 +29,17 @@ from torch import Tensor
 
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.weight_sync import NamedTensors
+from embodied_rl.sim.transport import Slab
 
 _MAGIC = 0x454D4257
-_PAGE = 4096
-_MAGIC_WORD, _LAYOUT_BYTES, _ACTIVE, _VERSION, _BUFFER_BYTES, _CLOSED = 0, 1, 2, 3, 5, 6
+_MAGIC_WORD, _LAYOUT_BYTES, _ACTIVE, _VERSION, _CLOSED = 0, 1, 2, 3, 5
 """Indices of the header's words; _VERSION and the word after it belong to the two buffers."""
-_ALIGNMENT = 64
+_HEADER_WORDS = 8
+_HEADER_BYTES = 8 * _HEADER_WORDS
 _NAP_S = 0.0005
 _LIBC = ctypes.CDLL(None)
 _LIBC.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _FLOCK = struct.Struct("hhqqi4x")
-
-
-@dataclass(frozen=True)
-class _Place:
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class SharedWeightsPublisher:
@@ -58,30 +50,20 @@ class SharedWeightsPublisher:
         an older version. Raises UserError: there is not enough memory, or the system has no memfd (it is not Linux)."""
         if not hasattr(os, "memfd_create"):
             raise UserError("Publishing weights to other processes needs Linux (memfd).")
-        places, size = _lay_out(specs)
-        text = json.dumps(
-            {name: [place.offset, list(place.shape), str(place.dtype).removeprefix("torch.")] for name, place in places.items()}
-        ).encode()
-        self._timeout_s, self._places, self._size, self._pinned = timeout_s, places, size, 0
-        self._fd = os.memfd_create("embodied_rl_weights", os.MFD_CLOEXEC)
-        total = _first_buffer(len(text)) + 2 * size
-        try:
-            os.ftruncate(self._fd, total)
-            self._map = mmap.mmap(self._fd, total)
-        except OSError as error:
-            os.close(self._fd)
-            raise UserError(f"{total / 2**20:.0f} MiB of shared memory for weights are not available: {error}.") from error
-        self._map[_PAGE : _PAGE + len(text)] = text
-        self._header = np.frombuffer(self._map, np.int64, 8)
-        self._header[_LAYOUT_BYTES], self._header[_ACTIVE], self._header[_BUFFER_BYTES] = len(text), -1, size
+        layout = {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in specs.items()}
+        text = json.dumps(layout).encode()
+        self._timeout_s, self._pinned = timeout_s, 0
+        self._slab, self._buffers = _mapped(text)
+        self._slab.arrays["layout"][:] = np.frombuffer(text, np.uint8)
+        self._header = self._slab.arrays["header"]
+        self._header[_LAYOUT_BYTES], self._header[_ACTIVE] = len(text), -1
         self._header[_VERSION : _VERSION + 2] = -1
         self._header[_MAGIC_WORD] = _MAGIC
-        self._buffers = [_views(self._map, _first_buffer(len(text)) + number * size, places) for number in range(2)]
 
     @property
     def path(self) -> str:
         """Path that readers open; works for processes of the same user while this one lives."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        return f"/proc/{os.getpid()}/fd/{self._slab.fd}"
 
     @torch.no_grad()
     def publish(self, version: int, tensors: NamedTensors, *, only_changed: bool = False) -> int:
@@ -96,10 +78,10 @@ class SharedWeightsPublisher:
             TimeoutError: a reader did not release the older version.
         """
         target = 1 - int(self._header[_ACTIVE]) if self._header[_ACTIVE] >= 0 else 0
-        _lock(self._fd, target, fcntl.F_WRLCK, self._timeout_s, f"a reader still holds version {self._header[_VERSION + target]}")
+        _lock(self._slab.fd, target, fcntl.F_WRLCK, self._timeout_s, f"a reader still holds version {self._header[_VERSION + target]}")
         try:
             self._header[_VERSION + target] = -1
-            views, missing, written = self._buffers[target], set(self._places), 0
+            views, missing, written = self._buffers[target], set(self._buffers[target]), 0
             device: torch.device | None = None
             for name, tensor in tensors:
                 if name not in missing or tensor.shape != views[name].shape:
@@ -108,7 +90,7 @@ class SharedWeightsPublisher:
                 if only_changed and not tensor.is_cuda and _same_bytes(views[name], tensor.to(views[name].dtype).contiguous()):
                     continue
                 if tensor.is_cuda and device is None:
-                    device, self._pinned = tensor.device, self._pinned or _pin(self._map)
+                    device, self._pinned = tensor.device, self._pinned or _pin(self._slab)
                 views[name].copy_(tensor, non_blocking=True)
                 written += views[name].nbytes
             if device is not None:
@@ -118,16 +100,15 @@ class SharedWeightsPublisher:
             self._header[_VERSION + target] = version
             self._header[_ACTIVE] = target
         finally:
-            _unlock(self._fd, target)
+            _unlock(self._slab.fd, target)
         return written
 
     def close(self) -> None:
         """Tell readers that nothing follows; what they hold stays valid. May be called twice."""
-        if self._fd >= 0:
+        if self._slab.fd >= 0:
             self._header[_CLOSED] = 1
             _unpin(self._pinned)
-            os.close(self._fd)
-            self._fd = -1
+            self._slab.close()
 
 
 @dataclass(frozen=True)
@@ -146,21 +127,16 @@ class SharedWeightsReader:
         """Open a publisher's `path`. Raises UserError if there is none."""
         try:
             # Opened here, never inherited, because locks belong to the result of `open`.
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            header = np.frombuffer(os.pread(fd, _HEADER_BYTES, 0), np.int64, _HEADER_WORDS)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"No weights are published at '{path}' ({error}): the trainer has ended, or belongs to another user."
             ) from error
-        self._header = np.frombuffer(self._map, np.int64, 8)
-        if self._header[_MAGIC_WORD] != _MAGIC:
+        if header[_MAGIC_WORD] != _MAGIC:
             raise UserError(f"'{path}' has no published weights.")
-        size = int(self._header[_LAYOUT_BYTES])
-        layout: dict[str, Any] = json.loads(self._map[_PAGE : _PAGE + size])
-        places = {name: _Place(offset, tuple(shape), getattr(torch, dtype)) for name, (offset, shape, dtype) in layout.items()}
-        self._pinned = 0
-        step = int(self._header[_BUFFER_BYTES])
-        self._buffers = [_views(self._map, _first_buffer(size) + number * step, places) for number in range(2)]
+        self._slab, self._buffers = _mapped(os.pread(fd, int(header[_LAYOUT_BYTES]), _HEADER_BYTES), fd)
+        self._header, self._pinned = self._slab.arrays["header"], 0
 
     @property
     def version(self) -> int | None:
@@ -181,27 +157,26 @@ class SharedWeightsReader:
         while True:
             active = int(self._header[_ACTIVE])
             if active >= 0:
-                _lock(self._fd, active, fcntl.F_RDLCK, max(deadline - time.monotonic(), 0.0), "weights are being written")
+                _lock(self._slab.fd, active, fcntl.F_RDLCK, max(deadline - time.monotonic(), 0.0), "weights are being written")
                 # The lock may have come after this buffer was the newest, or after a writer gave up half way.
                 if active == int(self._header[_ACTIVE]) and self._header[_VERSION + active] >= 0:
                     break
-                _unlock(self._fd, active)
+                _unlock(self._slab.fd, active)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no weights were published within {timeout_s:g} s.")
             time.sleep(_NAP_S)
         try:
             if torch.cuda.is_initialized():  # their loader copies them to a GPU
-                self._pinned = self._pinned or _pin(self._map)
+                self._pinned = self._pinned or _pin(self._slab)
             yield HeldWeights(int(self._header[_VERSION + active]), self._buffers[active])
         finally:
-            _unlock(self._fd, active)
+            _unlock(self._slab.fd, active)
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
-        if self._fd >= 0:
+        if self._slab.fd >= 0:
             _unpin(self._pinned)
-            os.close(self._fd)
-            self._fd = -1
+            self._slab.close()
 
 
 class AnnouncedWeights:
@@ -221,36 +196,24 @@ class AnnouncedWeights:
             yield held
 
 
-def _lay_out(specs: Mapping[str, Tensor]) -> tuple[dict[str, _Place], int]:
-    places, offset = {}, 0
-    for name, tensor in specs.items():
-        places[name] = _Place(offset, tuple(tensor.shape), tensor.dtype)
-        offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-    return places, -(-max(offset, 1) // _PAGE) * _PAGE
+def _mapped(layout: bytes, fd: int | None = None) -> tuple[Slab, list[dict[str, Tensor]]]:
+    """The memory of weights with this layout, {name: [shape, dtype]} as JSON, and the tensors of its two buffers."""
+    parts = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in json.loads(layout).items()}
+    shapes = {"header": ((_HEADER_WORDS,), "int64"), "layout": ((len(layout),), "uint8")}
+    for number in range(2):
+        shapes |= {f"{number}/{name}": ((prod(shape) * dtype.itemsize,), "uint8") for name, (shape, dtype) in parts.items()}
+    slab = Slab(shapes, fd, what="weights")
+    buffers = (slab.group(str(number)) for number in range(2))
+    return slab, [{name: torch.from_numpy(own[name]).view(dtype).view(shape) for name, (shape, dtype) in parts.items()} for own in buffers]
 
 
-def _first_buffer(layout_bytes: int) -> int:
-    return _PAGE + -(-layout_bytes // _PAGE) * _PAGE
-
-
-def _views(memory: mmap.mmap, start: int, places: Mapping[str, _Place]) -> dict[str, Tensor]:
-    views = {}
-    for name, place in places.items():
-        count = prod(place.shape)
-        if count == 0:
-            views[name] = torch.empty(place.shape, dtype=place.dtype)
-            continue
-        views[name] = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=start + place.offset).view(place.shape)
-    return views
-
-
-def _pin(memory: mmap.mmap) -> int:
-    """Make the GPU's driver lock these pages in place, so that copies run at the speed of the link; returns the address for `_unpin`.
+def _pin(slab: Slab) -> int:
+    """Make the GPU's driver lock this memory in place, so that copies run at the speed of the link; returns the address for `_unpin`.
 
     -1: the system refuses, and copies are slower.
     """
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0:
+    address = slab.arrays["header"].ctypes.data
+    if int(torch.cuda.cudart().cudaHostRegister(address, os.fstat(slab.fd).st_size, 0)) == 0:
         return address
     with contextlib.suppress(RuntimeError):  # CUDA keeps the refusal, and torch raises it at its next kernel, whatever that is
         torch.ones(1, device="cuda")

@@ -9,10 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, INFO_BUFFER, PENDING, READY, Marks, fence
+from embodied_rl.sim.transport import (
+    ABORTED,
+    ENDED,
+    IDLE,
+    INFO_BUFFER,
+    OBSERVATIONS,
+    PENDING,
+    READY,
+    Marks,
+    VariableLengthBuffers,
+    fence,
+    observation_buffers,
+)
 from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.specs import Rows
-from embodied_rl.types import EpisodeSummary, StepBatch
+from embodied_rl.types import EpisodeSummary, StepBatch, VariableSpec
 
 Slots = range | Sequence[int] | np.ndarray
 Actions = np.ndarray | Sequence[str]
@@ -38,14 +50,12 @@ class SlotViews:
         runs = [slots] if isinstance(slots, range) else [range(slot, slot + 1) for slot in slots.tolist()]
         self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]
         self.idle, self.all_ready = (bytes([mark]) * self._size for mark in (IDLE, READY))
-        self._text = pool.action_buffers() if pool.spec.action.kind == "text" else None
+        text = pool.spec.action.part
+        self._text = VariableLengthBuffers("action", text, self._arrays) if isinstance(text, VariableSpec) else None
         self._actions, self._shape = self._arrays["action"], (self._size, pool.spec.action.dim)
         self._own_actions = self._actions[self._rows] if self._is_range else None
-        self._buffers = {
-            f"{prefix}/{key}": pool.slab.buffers(f"{prefix}/{key}", buffer)
-            for prefix in ("observation", "final_observation", *(("inner_observation",) if chunk_size > 1 else ()))
-            for key, buffer in pool.spec.variables.items()
-        }
+        names = (*OBSERVATIONS, "inner_observation") if chunk_size > 1 else OBSERVATIONS
+        self._buffers = {name: observation_buffers(name, pool.spec, self._arrays) for name in names}
         self._template = self._gather() if self._is_range else None
 
     # ---- marks ------------------------------------------------------------------------------------------------------
@@ -114,7 +124,7 @@ class SlotViews:
     def batch(self, marks: bytes | None) -> StepBatch:
         """Batch in the slab; `marks`: the slots' marks if an episode ended in one of them."""
         batch = self._template if self._template is not None else self._gather()
-        if self._buffers:
+        if self._buffers["observation"]:
             batch = dataclasses.replace(
                 batch, observation=batch.observation | self._values("observation"), final_observation=dict(batch.final_observation)
             )
@@ -157,19 +167,19 @@ class SlotViews:
             executed=optional("executed"),
         )
 
-    def _values(self, prefix: str) -> dict[str, np.ndarray]:
+    def _values(self, name: str) -> dict[str, np.ndarray]:
         slots = [int(slot) for slot in self.slots]
-        return {key: self._buffers[f"{prefix}/{key}"].read_all(slots) for key in self.pool.spec.variables}
+        return {key: buffers.read_all(slots) for key, buffers in self._buffers[name].items()}
 
     def _inner(self, watched: np.ndarray) -> dict[str, np.ndarray]:
         """`StepBatch.inner` of chunks that were watched."""
         num_inner, slots = self._chunk_size - 1, [int(slot) for slot in self.slots]
         shown = {key: self._arrays[f"inner_observation/{key}"][self._rows] for key in self.pool.spec.tensors}
-        for key in self.pool.spec.variables:
+        for key, buffers in self._buffers["inner_observation"].items():
             shown[key] = np.full((self._size, num_inner), None, object)
             for row in np.flatnonzero(watched).tolist():
                 first = slots[row] * num_inner
-                shown[key][row] = self._buffers[f"inner_observation/{key}"].read_all(range(first, first + num_inner))
+                shown[key][row] = buffers.read_all(range(first, first + num_inner))
         return shown
 
     def _summary(self, slot: int) -> EpisodeSummary:
@@ -183,7 +193,7 @@ class SlotViews:
             success_once=bool(arrays["episode_success_once"][slot]),
             success_at_end=bool(arrays["episode_success_at_end"][slot]),
             terminated=bool(arrays["terminated"][slot]),
-            final_info=self.pool.slab.buffers("final_info", INFO_BUFFER).read(slot) or {},
+            final_info=VariableLengthBuffers("final_info", INFO_BUFFER, arrays).read(slot) or {},
         )
 
 

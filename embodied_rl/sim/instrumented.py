@@ -319,10 +319,7 @@ class InstrumentedSim(SimWrapper):
                 raise UserError(
                     f"Expert '{expert}' must make what is called with an observation and returns its action, got {brief(made)}."
                 )
-            action = spec.action
-            self._parts[EXPERT] = (
-                VariableSpec("text", action.max_bytes) if action.kind == "text" else TensorSpec((action.dim,), action.dtype)
-            )
+            self._parts[EXPERT] = spec.action.part
         self.spec = dataclasses.replace(spec, observation={**spec.observation, **self._parts})
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:

@@ -17,12 +17,14 @@ from embodied_rl.sim.transport import (
     ENDED,
     IDLE,
     INFO_BUFFER,
+    OBSERVATIONS,
     PENDING,
     READY,
     Marks,
     Slab,
     VariableLengthBuffers,
     fence,
+    observation_buffers,
     plain_info,
 )
 from embodied_rl.specs import PartValue, Rows
@@ -120,18 +122,13 @@ class SlotRunner:
             info=[None] * self.num_envs,
         )
         self._final_tensors = slab.group("final_observation", self.start, self.stop)
-        self._buffers = {key: self._buffer(f"observation/{key}", buffer, arrays) for key, buffer in spec.variables.items()}
-        self._final_buffers = {key: self._buffer(f"final_observation/{key}", buffer, arrays) for key, buffer in spec.variables.items()}
-        self._final_info = self._buffer("final_info", INFO_BUFFER, arrays)
-        self._action_buffer = (
-            self._buffer("action", VariableSpec("text", spec.action.max_bytes), arrays) if spec.action.kind == "text" else None
-        )
+        self._buffers, self._final_buffers = (observation_buffers(name, spec, arrays, start, stop) for name in OBSERVATIONS)
+        self._final_info = VariableLengthBuffers("final_info", INFO_BUFFER, arrays, start, stop)
+        text = spec.action.part
+        self._action_buffer = VariableLengthBuffers("action", text, arrays, start, stop) if isinstance(text, VariableSpec) else None
         self._chunk = {name: arrays[name][rows] for name in CHUNK_FIELDS if name in arrays}
-        self._inner = {key: array[rows] for key, array in slab.group("inner_observation", 0, setup["num_slots"]).items()}
-        self._inner_buffers = {
-            key: VariableLengthBuffers(f"inner_observation/{key}", part, arrays, *(at * (self.chunk_size - 1) for at in (start, stop)))
-            for key, part in (spec.variables.items() if self.chunk_size > 1 else ())
-        }
+        self._inner, inner = slab.group("inner_observation", start, stop), self.chunk_size - 1
+        self._inner_buffers = observation_buffers("inner_observation", spec, arrays, start * inner, stop * inner) if inner else {}
         ends = ("return", "length", "seed", "index", "success_once", "success_at_end")
         self._reported = [arrays[f"episode_{name}"][rows] for name in ends]
         self._progress = arrays["progress"][self.index, :1].data.cast("B").cast("I")
@@ -155,9 +152,6 @@ class SlotRunner:
         self._none_begin = bytes(self.num_envs)
         self._abort_due: set[int] = set()
         self._cautious = False
-
-    def _buffer(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray]) -> VariableLengthBuffers:
-        return VariableLengthBuffers(name, spec, arrays, self.start, self.stop)
 
     @property
     def lengths(self) -> np.ndarray:

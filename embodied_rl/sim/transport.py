@@ -46,7 +46,7 @@ def buffer_fields(name: str, spec: VariableSpec, num_slots: int) -> dict[str, tu
 class VariableLengthBuffers:
     """Rows [start, stop) of one part's buffers in a slab."""
 
-    def __init__(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray], start: int, stop: int) -> None:
+    def __init__(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray], start: int = 0, stop: int | None = None) -> None:
         self.name, self.spec, self._start = name, spec, start
         self._bytes = arrays[f"buffer/{name}"][start:stop]
         self._sizes = arrays[f"buffer_size/{name}"][start:stop]
@@ -105,6 +105,13 @@ class VariableLengthBuffers:
         return np.frombuffer(raw, dtype).reshape(shape)
 
 
+def observation_buffers(
+    name: str, spec: SimSpec, arrays: Mapping[str, np.ndarray], start: int = 0, stop: int | None = None
+) -> dict[str, VariableLengthBuffers]:
+    """Rows [start, stop) of the buffers of the observation `name`, by key."""
+    return {key: VariableLengthBuffers(f"{name}/{key}", part, arrays, start, stop) for key, part in spec.variables.items()}
+
+
 def plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
     """The part of a simulator's info that JSON can express: numbers, strings, small arrays and nests of these."""
     kept: dict[str, Any] = {}
@@ -141,6 +148,9 @@ def _plain(value: object) -> Any:
 
 IDLE, PENDING, READY, ENDED, ABORTED = 0, 1, 2, 3, 4
 """States of a slot: the caller owns it; the worker owns it; a step is ready; an episode's last step is ready; the episode was given up."""
+
+OBSERVATIONS = ("observation", "final_observation")
+"""What a slab has for every slot: the last observation, and that of the last episode's end."""
 
 _ALIGNMENT = 64
 _SPIN_S = 2e-6
@@ -194,57 +204,50 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
             "executed": ((n, chunk_size), "bool"),
             "watched": ((n,), "bool"),
         }
-        # Memory that is never written is never allocated.
+    inner = (("inner_observation", (chunk_size - 1,)),) if chunk_size > 1 else ()  # memory that is never written is never allocated
+    for name, steps in (*((name, ()) for name in OBSERVATIONS), *inner):
         for key, part in spec.tensors.items():
-            shapes[f"inner_observation/{key}"] = ((n, chunk_size - 1, *part.shape), part.dtype)
+            shapes[f"{name}/{key}"] = ((n, *steps, *part.shape), part.dtype)
         for key, buffer in spec.variables.items():
-            shapes |= buffer_fields(f"inner_observation/{key}", buffer, n * (chunk_size - 1))
-    for name in ("observation", "final_observation"):
-        for key, part in spec.tensors.items():
-            shapes[f"{name}/{key}"] = ((n, *part.shape), part.dtype)
-        for key, buffer in spec.variables.items():
-            shapes |= buffer_fields(f"{name}/{key}", buffer, n)
+            shapes |= buffer_fields(f"{name}/{key}", buffer, n * math.prod(steps))
     shapes |= buffer_fields("final_info", INFO_BUFFER, n)
-    if spec.action.kind == "text":
-        shapes |= buffer_fields("action", VariableSpec("text", spec.action.max_bytes), n)
+    if isinstance(text := spec.action.part, VariableSpec):
+        shapes |= buffer_fields("action", text, n)
     return shapes
 
 
-def _allocated(num_bytes: int) -> int:
-    """Descriptor of so much memory without a name."""
+def _unnamed_memory() -> int:
+    """Descriptor of memory without a name."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("embodied_rl", os.MFD_CLOEXEC)
-    else:  # macOS: an unlinked file
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, num_bytes)
-    return fd
+        return os.memfd_create("embodied_rl", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # macOS: an unlinked file
+        return os.dup(file.fileno())
 
 
 class Slab:
-    """A mapped block of shared memory with named arrays, each on cache lines of its own."""
+    """A mapped block of shared memory with named arrays, each on cache lines of its own; the first one is at its beginning."""
 
-    def __init__(self, shapes: Shapes, fd: int | None = None) -> None:
-        """`fd`: memory that another process allocated for these shapes; None: allocate it. Raises UserError if it is not available."""
+    def __init__(self, shapes: Shapes, fd: int | None = None, what: str = "simulators (fewer sim.num_slots need less)") -> None:
+        """`fd`: memory that another process allocated for these shapes; None: allocate it, for `what`. Raises UserError if it is not
+        available."""
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()]
         offsets = list(itertools.accumulate((-(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        self.fd = -1 if fd is None else fd
+        self.arrays: dict[str, np.ndarray] = {}
         try:
-            self.fd = _allocated(offsets[-1]) if fd is None else fd
+            if fd is None:
+                self.fd = _unnamed_memory()
+                os.ftruncate(self.fd, offsets[-1])
             memory = mmap.mmap(self.fd, offsets[-1])
         except OSError as error:
-            needed = f"{offsets[-1] / 2**20:.0f} MiB of shared memory"
-            raise UserError(f"{needed} cannot be had: {error}. Fewer sim.num_slots need less.") from error
-        self.arrays = {
-            name: np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape)
-            for (name, (shape, dtype)), offset in zip(shapes.items(), offsets, strict=False)
-        }
+            self.close()
+            raise UserError(f"{offsets[-1] / 2**20:.0f} MiB of shared memory for {what} are not available: {error}.") from error
+        for (name, (shape, dtype)), offset in zip(shapes.items(), offsets, strict=False):
+            self.arrays[name] = np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape)
 
-    def group(self, prefix: str, start: int, stop: int) -> dict[str, np.ndarray]:
+    def group(self, prefix: str, start: int = 0, stop: int | None = None) -> dict[str, np.ndarray]:
         """Rows [start, stop) of all arrays named ``prefix/key``, by key."""
         return {name.removeprefix(f"{prefix}/"): array[start:stop] for name, array in self.arrays.items() if name.startswith(f"{prefix}/")}
-
-    def buffers(self, name: str, spec: VariableSpec) -> VariableLengthBuffers:
-        return VariableLengthBuffers(name, spec, self.arrays, 0, len(self.arrays[f"buffer_size/{name}"]))
 
     def close(self) -> None:
         """Drop the arrays and the descriptor; the memory is freed with its last user, since views may still be held."""

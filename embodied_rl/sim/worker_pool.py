@@ -25,9 +25,9 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, available_cores, thread_variables
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
-from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, VariableLengthBuffers, slab_layout
+from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, observation_buffers, slab_layout
 from embodied_rl.stopping import waiting
-from embodied_rl.types import SimSpec, VariableSpec
+from embodied_rl.types import SimSpec
 
 Answer = TypeVar("Answer")
 
@@ -471,10 +471,8 @@ class WorkerPool:
     def observation(self, slot: int) -> dict[str, Any]:
         """Copy of a slot's observation, parts of varying size included."""
         rows = {key: self.slab.arrays[f"observation/{key}"][slot].copy() for key in self.spec.tensors}
-        return rows | {key: self.slab.buffers(f"observation/{key}", buffer).read(slot) for key, buffer in self.spec.variables.items()}
-
-    def action_buffers(self) -> VariableLengthBuffers:
-        return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))
+        buffers = observation_buffers("observation", self.spec, self.slab.arrays)
+        return rows | {key: buffer.read(slot) for key, buffer in buffers.items()}
 
     def _forget(self, worker: WorkerProcess) -> None:
         """End a worker that was released or is dead, and close its files."""

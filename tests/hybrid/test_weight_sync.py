@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import select
 import time
@@ -22,6 +21,7 @@ from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeig
 from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.sim.transport import Slab
 from tests.forks import Fork, start_forked
 from tests.policies.language_models import tiny
 
@@ -248,8 +248,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeyp
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
     monkeypatch.setattr(torch, "ones", launch)
-    with mmap.mmap(-1, 4096) as memory:
-        assert _pin(memory) == -1
+    assert _pin(Slab({"header": ((8,), "int64")})) == -1
     assert not pending
 
 
