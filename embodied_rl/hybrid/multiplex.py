@@ -128,24 +128,14 @@ class Multiplexer:
         self._check()
 
     def give_up(self, key: Key) -> Any:
-        """Drop a parked episode that is no longer needed, which counts as finished. Returns its state.
-        Raises ValueError for one that is not parked."""
-        if key not in self._parked:
-            raise ValueError(f"Episode {key!r} is not parked.")
-        state = self._parked.pop(key)
-        self._finished += 1
-        self.settle()
-        return state
-
-    def drop(self, key: Key) -> None:
-        """Note that an episode was given up and its host has forgotten it; it counts as finished, and nothing moves.
-        Raises ValueError for an unknown episode."""
-        if key not in self._where and key not in self._parked:
-            raise ValueError(f"Episode {key!r} is not being played.")
-        self._where.pop(key, None)
-        self._parked.pop(key, None)
+        """Drop an episode that is parked, or that its host has forgotten; it counts as finished, and nothing moves before `settle`.
+        Returns the state of a parked one. Raises ValueError for an unknown episode."""
+        if self.host_of(key) is not None:
+            del self._where[key]
+        state = self._parked.pop(key, None)
         self._finished += 1
         self._check()
+        return state
 
     def host_of(self, key: Key) -> int | None:
         """Number of the host that plays an episode; None: it is parked. Raises ValueError for an unknown episode."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from embodied_rl.errors import from_extra
 NamedTensors = Iterable[tuple[str, Tensor]]
 INDEX, VALUE, BASE = "::index", "::value", "::base_version"
 """Suffixes of the names in a stream of differences."""
+_DENSE_SHARE = 0.5
+"""A tensor is sent whole if its changed entries with their indices would take more than this share of it."""
 
 
 # ---- what is sent -------------------------------------------------------------------------------------------------------
@@ -49,11 +52,9 @@ class DeltaSource:
     are sent like any number. The host keeps a copy of what was last sent.
     """
 
-    def __init__(self, *, dense_share: float = 0.5) -> None:
-        """`dense_share`: a tensor is sent whole if its changed entries with their indices would take more than this share of it."""
+    def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
         self._last_version = -1
-        self._dense_share = dense_share
 
     @torch.no_grad()
     def stream(self, version: int, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +73,7 @@ class DeltaSource:
                 continue
             narrow = index.to(torch.int32) if value.numel() < 2**31 else index
             cost = narrow.nbytes + len(index) * value.element_size()
-            if cost > self._dense_share * value.nbytes:
+            if cost > _DENSE_SHARE * value.nbytes:
                 yield name, value
             else:
                 yield name + INDEX, narrow
@@ -155,9 +156,9 @@ class RayPublisher:
         """Publish tensors, which may be overwritten afterwards; return (references for `ray_tensors`, bytes)."""
         references, size = [], 0
         for bucket in buckets(tensors, self._bucket_bytes):
-            text, payload = pack_tensors(bucket, torch.device("cpu"))
-            references.append(self._ray.put((text, payload.numpy())))
-            size += payload.numel()
+            packed = pack_tensors(bucket)
+            references.append(self._ray.put(packed))
+            size += packed[1].nbytes
         self._references = references
         return list(references), size
 
@@ -166,8 +167,7 @@ def ray_tensors(references: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a `RayPublisher`'s publication, bucket by bucket."""
     ray = _import_ray()
     for reference in references:
-        text, payload = ray.get(reference)
-        yield from unpack_tensors(text, torch.from_numpy(payload.copy()))  # Ray's arrays are read-only
+        yield from unpack_tensors(*ray.get(reference))
 
 
 def _import_ray() -> Any:
@@ -177,20 +177,21 @@ def _import_ray() -> Any:
 
 
 @torch.no_grad()
-def pack_tensors(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> tuple[bytes, Tensor]:
-    """Names, shapes and types as JSON, and the contents as one block of bytes, [n] uint8 on `device`."""
-    text = json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in bucket]).encode()
+def pack_tensors(tensors: NamedTensors) -> tuple[bytes, np.ndarray]:
+    """Names, shapes and types as JSON, and the contents as one block of bytes, [n] uint8."""
+    held = list(tensors)
+    text = json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in held]).encode()
     # A tensor without entries, as numpy gives it, has a stride of 0 and cannot be viewed as bytes.
-    parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket if tensor.numel()]
-    return text, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+    parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in held if tensor.numel()]
+    return text, torch.cat([torch.empty(0, dtype=torch.uint8), *parts]).numpy()
 
 
-def unpack_tensors(text: bytes, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unpack_tensors(text: bytes, payload: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """The inverse of `pack_tensors`: (name, tensor)."""
     offset = 0
     for name, shape, dtype_name in json.loads(text):
         dtype = getattr(torch, dtype_name)
         size = prod(shape) * dtype.itemsize
-        # Copied, because a tensor of eight-byte numbers needs an address that is a multiple of eight.
-        yield name, payload[offset : offset + size].clone().view(dtype).view(shape)
+        # Copied, because a tensor of eight-byte numbers needs an address that is a multiple of eight, and Ray's arrays are read-only.
+        yield name, torch.tensor(payload[offset : offset + size]).view(dtype).view(shape)
         offset += size

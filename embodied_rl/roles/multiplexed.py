@@ -169,11 +169,10 @@ class MultiplexedSimulators(Simulators):
             return
         self._held.pop(key, None)
         number = self._multiplexer.host_of(key)
-        if number is None:
-            self._multiplexer.give_up(key)
-        else:
+        if number is not None:
             self._hosts[number].end(key)
-            self._multiplexer.finished(key)
+        self._multiplexer.give_up(key)
+        self._multiplexer.settle()
 
     def discard(self) -> None:
         self.manager.discard()
@@ -185,7 +184,7 @@ class MultiplexedSimulators(Simulators):
             host.discard()
         for key in episodes:
             if key not in unbegun:
-                self._multiplexer.drop(key)
+                self._multiplexer.give_up(key)
         self.lease.note()
 
     # ---- inside -----------------------------------------------------------------------------------------------------

@@ -75,14 +75,14 @@ class RankWorker:
 
     def do(self, message: dict[str, Any], text: bytes, payload: np.ndarray) -> Outcome:
         """See `RankServer.do`; tensors arrive and leave in the form of `pack_tensors`."""
-        tensors = _unpacked(text, payload) if len(payload) else {}
+        tensors = dict(unpack_tensors(text, payload))
 
         def task() -> tuple[bytes, Any] | None:
             if message["do"] == "build":
                 self._build(message, tensors)
                 return None
             answer = self._server.do(message, tensors)
-            return None if answer is None else _packed(answer)
+            return None if answer is None else pack_tensors(answer.items())
 
         outcome = outcome_of(task)
         if outcome[0] != "value":
@@ -109,9 +109,9 @@ class RayLink:
 
     def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """See `Link.send`."""
-        self.send_packed(message, *_packed(tensors))
+        self.send_packed(message, *pack_tensors((tensors or {}).items()))
 
-    def send_packed(self, message: Mapping[str, Any], text: bytes | Reference, payload: Tensor | Reference) -> None:
+    def send_packed(self, message: Mapping[str, Any], text: bytes | Reference, payload: np.ndarray | Reference) -> None:
         """Send packed tensors; `text` and `payload`: from `pack_tensors`, or references to them. Raises ChannelClosed."""
         self._forget_done()
         self._sent.append(self._actor.do.remote(dict(message), text, payload))
@@ -123,7 +123,7 @@ class RayLink:
             raise decode_error(value)
         if kind != "value":
             raise ChannelClosed(str(value))
-        return {}, {} if value is None else _unpacked(*value)
+        return {}, {} if value is None else dict(unpack_tensors(*value))
 
     def failure(self, patience_s: float) -> tuple[bool, str] | None:
         """(whether its process ended without an error, description) of a rank that failed within the time; None: it continues."""
@@ -193,7 +193,7 @@ class RayRanks(RankHost):
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """See `RankHost.tell`; the tensors are in the object store once."""
-        text, payload = _packed(tensors)
+        text, payload = pack_tensors((tensors or {}).items())
         shared = ray.put(payload) if len(payload) else payload
         for link in self._links[1 - self._lowest :]:
             link.send_packed(message, text, shared)
@@ -220,15 +220,6 @@ class RayRanks(RankHost):
     def close(self) -> None:
         """See `RankHost.close`; the driver ends the actors."""
         self._links, self.links, self.first = [], [], None
-
-
-def _packed(tensors: Mapping[str, Tensor] | None) -> tuple[bytes, Any]:
-    text, payload = pack_tensors(list((tensors or {}).items()), torch.device("cpu"))
-    return text, payload.numpy()
-
-
-def _unpacked(text: bytes, payload: np.ndarray) -> dict[str, Tensor]:
-    return dict(unpack_tensors(text, torch.from_numpy(payload.copy())))  # Ray's arrays are read-only
 
 
 def _answer(reference: Reference, timeout_s: float | None = None) -> Outcome:
