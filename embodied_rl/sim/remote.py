@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from embodied_rl.sim.wire import WireError, decode_array, decode_observation, de
 from embodied_rl.types import SimSpec, StepBuffers
 
 PROTOCOLS = ("embodied_rl", "rock")
+_ERRORS = {"snapshot_error": SnapshotError, "out_of_memory": MemoryError, "wrong_shape": WrongShapeError}
+"""{kind of a service's failure: our exception}; for other kinds see `_error`."""
 _CONNECT_S = 10.0
 """Seconds within which a server must answer at all when environments are made."""
 
@@ -90,13 +92,10 @@ class RemoteSim(SimEnv):
     def made(client: JsonClient, num_envs: int, sim: str, task: str | None, kwargs: Mapping[str, Any], start_timeout_s: float) -> RemoteSim:
         """Make new environments. Raises UserError: no service answers, or it refuses."""
         asked = {"sim": sim, "task": task, "kwargs": dict(kwargs), "count": num_envs, "encoding": "base64"}
-        with ExitStack() as undo:
-            undo.callback(client.close)
-            require_server(client, "/v1/health")
+        with _reached(client):
             answer = client.call("POST", "/v1/environments", {**asked, "request": secrets.token_hex(12)}, deadline_s=start_timeout_s)
             if answer.status != 201:
                 raise _error(answer, f"simulator '{sim}' cannot be made at {client.url}")
-            undo.pop_all()
         env_ids = [str(env_id) for env_id in answer.body["environments"]]
         return RemoteSim(client, env_ids, decode_spec(answer.body["spec"]), [0] * num_envs)
 
@@ -106,14 +105,11 @@ class RemoteSim(SimEnv):
         UserError: no service answers at the URL, or no environment is named; RemoteFault: one of them is gone."""
         if not env_ids:
             raise UserError("Name at least one environment to continue with.")
-        with ExitStack() as undo:
-            undo.callback(client.close)
-            require_server(client, "/v1/health")
+        with _reached(client):
             found = [client.call("GET", f"/v1/environments/{env_id}") for env_id in env_ids]
             for env_id, answer in zip(env_ids, found, strict=True):
                 if answer.status != 200:
                     raise _error(answer, f"environment '{env_id}' at {client.url} cannot be continued")
-            undo.pop_all()
         numbers = [int(answer.body["number"] or 0) for answer in found]
         return RemoteSim(client, env_ids, decode_spec(found[0].body["spec"]), numbers)
 
@@ -162,17 +158,17 @@ class RemoteSim(SimEnv):
         self._client.close()
 
     def _ask(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """`_ask_all`; closes all of this client's environments if it fails for good."""
+        """Send one batch {environment here: arguments of the operation}; returns {environment here: its answer}. Closes all of this
+        client's environments if it fails for good."""
         try:
-            return self._ask_all(operation, asked)
+            return self._answers(operation, asked)
         except UserError:
             raise
         except Exception:
             self.close()
             raise
 
-    def _ask_all(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Send one batch {environment here: arguments of the operation}; returns {environment here: its answer}."""
+    def _answers(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         items = []
         for i, arguments in asked.items():
             self._numbers[i] += 1
@@ -199,6 +195,17 @@ class RemoteSim(SimEnv):
             raise WrongShapeError(f"The answer of {self._client.url} does not fit its spec: {error}") from error
 
 
+@contextmanager
+def _reached(client: JsonClient) -> Iterator[None]:
+    """Context for the first requests to a service, which must answer; closes the client if one fails. Raises UserError."""
+    try:
+        require_server(client, "/v1/health")
+        yield
+    except BaseException:
+        client.close()
+        raise
+
+
 def require_server(client: JsonClient, path: str) -> None:
     """Raises UserError unless a service answers at `path` and accepts our token."""
     try:
@@ -217,12 +224,8 @@ def require_server(client: JsonClient, path: str) -> None:
 def _error(answer: Answer, what: str, env_id: int | None = None) -> Exception:
     """Our exception for the kind of failure that the service reports of an environment."""
     message = f"{what}: {answer.message}"
-    if answer.kind == "snapshot_error":
-        return SnapshotError(message)
-    if answer.kind == "out_of_memory":
-        return MemoryError(message)
-    if answer.kind == "wrong_shape":
-        return WrongShapeError(message)
+    if answer.kind in _ERRORS:
+        return _ERRORS[answer.kind](message)
     if answer.status in (400, 401, 403, 404, 413, 422) and answer.kind != "unknown_environment":
         return UserError(message[:1].upper() + message[1:])
     return RemoteFault(answer.kind or "bad_response", message, env_id)

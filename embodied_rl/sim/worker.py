@@ -62,8 +62,6 @@ def live(
     try:
         try:
             facts = build(setup, sims)
-        except UserError as error:
-            channel.answer({"kind": "user_error", "message": str(error)})
         except Exception as error:
             channel.answer(fault(error))
         else:
@@ -83,7 +81,9 @@ def live(
 
 
 def fault(error: Exception) -> dict[str, Any]:
-    """Message about a simulator's exception, with the kind of fault; call it inside the `except` block."""
+    """Message about a simulator's exception: a user's error, or the kind of fault; call it inside the `except` block."""
+    if isinstance(error, UserError):
+        return {"kind": "user_error", "message": str(error)}
     if isinstance(error, ChannelGarbled):
         return _fault(FaultKind.GARBLED, f"On its own side there came {error}.")
     if (kind := _KINDS.get(type(error))) is not None:
@@ -154,16 +154,21 @@ class Worker:
         if self._released.is_set() or os.getppid() != self._parent:
             raise ChannelClosed("the manager let go of this worker")
 
-    def stepping(self) -> dict[str, Any]:
-        """Slots that were being stepped when the simulator raised, for a fault report."""
-        return self.current.where(self.current.stepping())
+    def report(self, error: Exception) -> None:
+        """Tell the manager what ends this worker, and which slots were being stepped; call it inside the `except` block."""
+        rows = error.rows if isinstance(error, NonFiniteOutput) else self.current.stepping()
+        where = {} if isinstance(error, UserError | ChannelGarbled) else self.current.where(rows)
+        # Set before the message, because the manager reads a message that exceeds the socket's buffer only once this is set.
+        self.failed[0] = 1
+        self.manager_doorbell.ring()
+        self.channel.answer({**fault(error), **where})
 
     def _control(self) -> None:
         message, payload, _ = self.channel.next_request()
         try:
             self._answer(message, payload)
         except UserError as error:  # this request is impossible (no pictures, say); stepping can continue
-            self.channel.answer({"kind": "user_error", "message": str(error)})
+            self.channel.answer(fault(error))
 
     def _answer(self, message: dict[str, Any], payload: bytes) -> None:
         operation = message.get("operation")
@@ -237,19 +242,8 @@ def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], s
         worker.run()
     except ChannelClosed:
         return
-    except UserError as error:
-        _report(channel, worker, {"kind": "user_error", "message": str(error)})
-    except NonFiniteOutput as error:
-        _report(channel, worker, {**fault(error), **worker.current.where(error.rows)})
     except Exception as error:
-        _report(channel, worker, {**fault(error), **({} if isinstance(error, ChannelGarbled) else worker.stepping())})
-
-
-def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
-    # Set before the message, because the manager reads a message that exceeds the socket's buffer only once this is set.
-    worker.failed[0] = 1
-    worker.manager_doorbell.ring()
-    channel.answer(message)
+        worker.report(error)
 
 
 def main() -> None:
