@@ -52,6 +52,8 @@ IMPORTED = {
         "embodied_rl.reports.page",
         "numba.cpython",
         "numba.typed",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
         "rich.table",
         "tests.composing",
     ),

@@ -344,6 +344,8 @@ def prepare(config: RayConfig) -> Any:
     every interface. Raises MissingExtraError: Ray is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Actors have an environment of their own, which processes that Ray starts beforehand, one per core, do not have.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray reads this variable on import; a process that has imported it already keeps its setting.
     if config.address is None and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)

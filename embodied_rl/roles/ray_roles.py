@@ -45,7 +45,7 @@ from embodied_rl.roles.token_process import TokensElsewhere
 from embodied_rl.roles.worker import HostsOf, LoadedActing, RolloutWorker, WorkerActing, serve
 from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.rollout.groups import WHOLE, Share
-from embodied_rl.rollout.scoring import Scorer, checked_score, load_score
+from embodied_rl.rollout.scoring import RewardWorker, Scorer
 from embodied_rl.stopping import waiting
 from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
 
@@ -306,17 +306,6 @@ def _one_thread() -> None:
 
 _END_S = 5.0
 """Time for an orderly shutdown of simulators; they may wait for a server that does not answer."""
-
-
-class RewardWorker:
-    """Scores episodes, one at a time."""
-
-    def __init__(self, target: str, kwargs: Mapping[str, Any]) -> None:
-        self._score = load_score(target, kwargs)
-
-    def score(self, episode: Episode) -> float:
-        """Score an episode. Raises ValueError for a score that is no finite number, and any exception of the function."""
-        return checked_score(self._score, episode)
 
 
 class RayScorer(Scorer):

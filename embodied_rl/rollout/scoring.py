@@ -44,6 +44,17 @@ def checked_score(score: Score, episode: Episode) -> float:
     return value
 
 
+class RewardWorker:
+    """Scores episodes, one at a time: an actor of Ray's. It lies here because its process then imports no torch."""
+
+    def __init__(self, target: str, kwargs: Mapping[str, Any]) -> None:
+        self._score = load_score(target, kwargs)
+
+    def score(self, episode: Episode) -> float:
+        """Score an episode. Raises ValueError for a score that is no finite number, and any exception of the function."""
+        return checked_score(self._score, episode)
+
+
 def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"]) -> Episode:
     """Add `score` to the episode's last reward, or replace the rewards by it; metadata gains ``score`` and ``simulator_return``.
 
