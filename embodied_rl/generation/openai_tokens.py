@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, brief
 from embodied_rl.generation import tokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.reading import parse_json
@@ -31,8 +31,6 @@ from embodied_rl.stopping import waiting
 # ---- one request: streaming, retries with back-off, rate limits, and a typed result -----------------------------------
 
 
-_LINE = 200
-"""Number of characters shown of a server's message."""
 _TOO_LONG = ("maximum context length", "context_length_exceeded", "max_model_len", "longer than the maximum model length")
 _FINISHED: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
@@ -115,7 +113,7 @@ async def ask(
             failed = FailedAttemptError("timeout", f"The server does not answer ({type(error).__name__}).")
         except (httpx.RequestError, httpx.InvalidURL) as error:
             kind: tokens.FailureKind = "bad_response" if isinstance(error, httpx.DecodingError) else "connection"
-            failed = FailedAttemptError(kind, f"{client.base_url}: {_short(str(error)) or type(error).__name__}")
+            failed = FailedAttemptError(kind, f"{client.base_url}: {brief(str(error)) or type(error).__name__}")
         except FailedAttemptError as error:
             failed = error
         patience = failed.retry_after_s
@@ -149,7 +147,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if not line.startswith("data:"):
             # Comments that keep the connection open, event names and blank lines are skipped; anything else is no event stream.
             if line.strip() and not line.startswith((":", "event:", "id:", "retry:")):
-                raise FailedAttemptError("bad_response", f"The stream contains a line that is not an event: '{_short(line)}'", status=200)
+                raise FailedAttemptError("bad_response", f"The stream contains a line that is not an event: '{brief(line)}'", status=200)
             continue
         data = line[len("data:") :].strip()
         if data == "[DONE]":
@@ -161,19 +159,19 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         found = parse_json(text)
     except ValueError:
-        raise FailedAttemptError("bad_response", f"The answer is not JSON: '{_short(text)}'", status=200) from None
+        raise FailedAttemptError("bad_response", f"The answer is not JSON: '{brief(text)}'", status=200) from None
     if not isinstance(found, dict):
-        raise FailedAttemptError("bad_response", f"The answer is not a JSON object: '{_short(text)}'", status=200)
+        raise FailedAttemptError("bad_response", f"The answer is not a JSON object: '{brief(text)}'", status=200)
     return found
 
 
 def _take(event: dict[str, Any], reply: Reply) -> None:
     """Add an answer, or a piece of a stream, to `reply`. Raises FailedAttemptError if it violates the protocol."""
     if "error" in event:
-        raise FailedAttemptError("server_error", f"The server reports: {_short(_message(event))}", status=200)
+        raise FailedAttemptError("server_error", f"The server reports: {brief(_message(event))}", status=200)
     choices = event.get("choices")
     if not isinstance(choices, list):
-        raise FailedAttemptError("bad_response", f"The answer has no choices: '{_short(json.dumps(event))}'", status=200)
+        raise FailedAttemptError("bad_response", f"The answer has no choices: '{brief(json.dumps(event))}'", status=200)
     if not choices:
         return  # the last event of a stream may hold only usage
     choice = choices[0]
@@ -184,7 +182,7 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
         reply.log_prob += _log_probs(choice.get("logprobs") or {})
         reason = choice.get("finish_reason")
     except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise FailedAttemptError("bad_response", f"A choice is malformed ({error}): '{_short(json.dumps(choice))}'", status=200) from None
+        raise FailedAttemptError("bad_response", f"A choice is malformed ({error}): '{brief(json.dumps(choice))}'", status=200) from None
     if reason is not None:
         # A filter or a tool call: the server ended the answer.
         reply.finish_reason = _FINISHED.get(str(reason), "stop")
@@ -209,7 +207,7 @@ def _refusal(response: httpx.Response) -> FailedAttemptError:
         message = _message(parse_json(response.content))
     except ValueError:
         message = response.text
-    text = f"HTTP {status}: {_short(message) or response.reason_phrase}"
+    text = f"HTTP {status}: {brief(message, 200) or response.reason_phrase}"
     if status in (408, 429) or status >= 500:
         kind: tokens.FailureKind = "rate_limited" if status == 429 else "server_error"
         return FailedAttemptError(kind, text, status=status, retry_after_s=retry_after_s(response.headers.get("retry-after")))
@@ -242,48 +240,13 @@ def _message(data: object) -> str:
     return str(error)
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LINE else line[:_LINE] + "…"
-
-
-# ---- an asyncio loop in a thread --------------------------------------------------------------------------------------
+# ---- the backend ------------------------------------------------------------------------------------------------------
 
 
 Result = TypeVar("Result")
 
 _END_S = 60.0
-"""Time for cancelled requests to end, even on a machine that stalls."""
-
-
-class BackgroundLoop:
-    """Runs coroutines for synchronous callers."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
-        """Run a coroutine and wait for its result. Raises its exceptions, or TimeoutError."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
-
-    def close(self) -> None:
-        """Cancel running coroutines, let them end, stop the thread. May be called twice."""
-        if self.loop.is_closed():
-            return
-
-        async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self.loop.shutdown_asyncgens()
-
-        self.call(cancel_all(), _END_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_END_S)
-        self.loop.close()
+"""Seconds for the loop's thread to end, even on a machine that stalls."""
 
 
 @dataclass(frozen=True)
@@ -339,9 +302,15 @@ class OpenAITokens(tokens.TokenBackend):
         self._paused = False
         self._broken: BaseException | None = None
         """Exception that ended the loop's thread."""
-        self._loop = BackgroundLoop("openai")
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._gate, self._client, self._places = self._loop.call(self._open())
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="openai", daemon=True)
+        self._thread.start()
+        self._gate, self._client, self._places = self._wait(self._open())
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine in the loop's thread and wait for its result. Raises its exceptions."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _open(self) -> tuple[Gate, httpx.AsyncClient, asyncio.Semaphore]:
         options = self._options
@@ -381,7 +350,7 @@ class OpenAITokens(tokens.TokenBackend):
         with self._condition:
             tokens.check_new_ids(requests, self._in_flight)
             self._in_flight.update(request.request_id for request in requests)
-        self._loop.call(self._begin(requests))
+        self._wait(self._begin(requests))
 
     async def _begin(self, requests: Sequence[tokens.GenerationRequest]) -> None:
         for request in requests:
@@ -441,7 +410,7 @@ class OpenAITokens(tokens.TokenBackend):
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `TokenBackend.abort`; closes the connections, so that servers stop sampling."""
-        self._loop.call(self._abort(list(request_ids)))
+        self._wait(self._abort(list(request_ids)))
 
     async def _abort(self, request_ids: list[int]) -> None:
         tasks = [self._tasks[request_id] for request_id in request_ids if request_id in self._tasks]
@@ -460,7 +429,7 @@ class OpenAITokens(tokens.TokenBackend):
         self._set_paused(False, self._gate.open.set)
 
     def _set_paused(self, paused: bool, tell: Callable[[], None]) -> None:
-        self._loop.loop.call_soon_threadsafe(tell)
+        self._loop.call_soon_threadsafe(tell)
         with self._condition:
             self._paused = paused
             self._condition.notify_all()
@@ -472,10 +441,14 @@ class OpenAITokens(tokens.TokenBackend):
         )
 
     def close(self) -> None:
-        if not self._loop.loop.is_closed():
-            self._loop.call(self._abort(list(self._tasks)))
-            self._loop.call(self._client.aclose())
-            self._loop.close()
+        if self._loop.is_closed():
+            return
+        self._wait(self._abort(list(self._tasks)))
+        self._wait(self._client.aclose())
+        self._wait(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+        self._loop.close()
 
     # ---- requests and answers -----------------------------------------------------------------------------------------
 
