@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, require_known
-from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.remote_client import Answer, JsonClient, RemoteFault
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn, check_arguments
@@ -135,7 +134,7 @@ def make(
     observation_bytes: int = 2**16,
     action_bytes: int = 2**14,
     **kwargs: Any,
-) -> GemSim:
+) -> TextSim:
     """`num_envs` environments of one GEM task in this process.
 
     Args:
@@ -154,7 +153,7 @@ def make(
         raise obstacle
     family = task.partition(":")[0]
     repeats = task not in HASH_ORDERED or os.environ.get("PYTHONHASHSEED", "random") not in ("", "random")
-    return GemSim(
+    return TextSim(
         task,
         lambda: GemGame(family, _made(task, family, kwargs), history, success_return),
         num_envs,
@@ -164,22 +163,13 @@ def make(
     )
 
 
-class GemSim(TextSim):
-    """GEM environments; see `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, of
-    which `TextSim` keeps a state for each environment, and `GemGame` first resets what an environment carries over from earlier episodes.
+class GemGame(TextGame):
+    """One GEM environment. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, and `reset`
+    first clears what an environment carries over from earlier episodes.
 
     ``terminated`` is GEM's. Its turn limits are rules of the game that the player reads, so they terminate the episode: ``truncated`` is
     set only if GEM truncates without terminating.
     """
-
-    def sample_action(self, env_id: int, seed: int) -> str:
-        """See `GemGame.sample_action`, which draws from the process's generators."""
-        with PrivateRandom().active(seed):
-            return super().sample_action(env_id, seed)
-
-
-class GemGame(TextGame):
-    """One GEM environment."""
 
     def __init__(self, family: str, env: Env | Sandbox, history: str, success_return: float) -> None:
         self.env, self._history, self._success_return = env, history, success_return

@@ -6,7 +6,6 @@ written in square brackets.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import re
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, from_extra
+from embodied_rl.errors import MissingAssetsError, UserError, from_extra, require_known
 from embodied_rl.sim.text.opponents import Player, make_opponent, random_move
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn, check_arguments
 
@@ -92,11 +91,7 @@ def make(
 
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown id or argument.
     """
-    known = registered()
-    if task not in known:
-        near = difflib.get_close_matches(task, known, n=1, cutoff=0.6)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UserError(f"TextArena has no game '{task}'.{hint} `python -m embodied_rl.catalog tasks textarena` lists {len(tasks())}.")
+    require_known(task, registered(), f"TextArena has no game '{task}' (`python -m embodied_rl.catalog tasks textarena` lists them).")
     if (family := task.partition("-v")[0]) in BROKEN:
         raise UserError(f"TextArena's '{task}' cannot be played: {BROKEN[family]}.")
     opponents = make_opponent(opponent, opponent_options or {})

@@ -146,8 +146,10 @@ class TextSim(SimEnv):
             out.info[env_id] = dict(turn.info)
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """A random action that follows from the seed."""
-        return self._games[env_id].sample_action(np.random.default_rng(seed))
+        """A random action that follows from the seed, also of a game that draws it from the process's generators."""
+        private: AbstractContextManager[None] = nullcontext() if self._random[env_id] is None else PrivateRandom().active(seed)
+        with private:
+            return self._games[env_id].sample_action(np.random.default_rng(seed))
 
     def close(self) -> None:
         for game in self._games:

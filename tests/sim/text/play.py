@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from embodied_rl.sim.text import gem
+from embodied_rl.sim.text.turns import TextSim
 from embodied_rl.types import StepBuffers
 
 
@@ -16,7 +17,7 @@ def outcome(out: StepBuffers, i: int) -> list[Any]:
     return [str(out.observation["text"][i]), float(out.reward[i]), bool(out.terminated[i]), bool(out.truncated[i]), bool(out.success[i])]
 
 
-def go_on(sim: gem.GemSim, i: int, out: StepBuffers, first: int = 0, limit: int = 200) -> list[list[Any]]:
+def go_on(sim: TextSim, i: int, out: StepBuffers, first: int = 0, limit: int = 200) -> list[list[Any]]:
     """Random moves from number `first` on until the episode ends or `limit` moves were made; the outcome of each."""
     rows = []
     for t in range(first, first + limit):
@@ -27,7 +28,7 @@ def go_on(sim: gem.GemSim, i: int, out: StepBuffers, first: int = 0, limit: int 
     return rows
 
 
-def episode(sim: gem.GemSim, i: int, seed: int, limit: int = 200) -> list[Any]:
+def episode(sim: TextSim, i: int, seed: int, limit: int = 200) -> list[Any]:
     """The first observation, then the outcome of every move."""
     out = StepBuffers.allocate(sim.spec, len(sim._games))
     sim.reset([i], [seed], out)
