@@ -646,20 +646,29 @@ class ScriptedTokens(Stepwise):
 
 
 class RandomTokens(ScriptedTokens):
-    """One of several whole answers, each equally likely, from the request's seed: a token's probability is the share of answers that
-    continue with it."""
+    """Random answers, from the request's seed. With `choices`, one of these, each equally likely: a token's probability is the share of
+    answers that continue with it. With `token_ids`, any of these at each position, until a stop token."""
 
-    def __init__(self, choices: Sequence[Sequence[int]], seed: int = 0) -> None:
-        """Raises UserError: there is no choice, or an empty one."""
+    def __init__(self, choices: Sequence[Sequence[int]] = (), *, token_ids: Sequence[int] = (), seed: int = 0) -> None:
+        """Raises UserError: there are neither choices nor token ids, or both, or an empty choice."""
         super().__init__(self._draw, seed=seed)
-        if not choices or not all(map(len, choices)):
-            raise UserError("RandomTokens needs choices: answers of at least one token.")
-        self._choices = [[int(token) for token in choice] for choice in choices]
+        if bool(choices) == (len(token_ids) > 0) or not all(map(len, choices)):
+            raise UserError("RandomTokens needs either choices (answers of at least one token) or token_ids, not both.")
+        self._choices, self._token_ids = (
+            [[int(token) for token in choice] for choice in choices],
+            np.unique(np.asarray(token_ids, np.int64)),
+        )
 
     def _draw(self, request: GenerationRequest) -> list[int]:
-        return self._choices[int(uniform_stream(self._seed_of(request)).integers(len(self._choices)))]
+        generator = uniform_stream(self._seed_of(request))
+        if self._choices:
+            return self._choices[int(generator.integers(len(self._choices)))]
+        # One more than fits: only a stop token ends the answer earlier.
+        return self._token_ids[generator.integers(len(self._token_ids), size=request.max_new_tokens + 1)].tolist()
 
     def _log_prob(self, token_ids: Sequence[int]) -> list[float]:
+        if not self._choices:
+            return [-math.log(len(self._token_ids))] * len(token_ids)
         # For each prefix of the answer: the number of answers that begin with it.
         counts = [sum(choice[:length] == token_ids[:length] for choice in self._choices) for length in range(len(token_ids) + 1)]
         return [math.log(counts[place + 1] / counts[place]) for place in range(len(token_ids))]

@@ -73,9 +73,20 @@ def test_choices_and_their_probabilities_by_hand() -> None:
     np.testing.assert_allclose(by_answer[(12, 2)], np.log([0.5, 1.0]), rtol=1e-6, atol=1e-7)
 
 
+def test_uniform_tokens_until_a_stop() -> None:
+    backend = RandomTokens(token_ids=[3, 4, 5, 2], seed=1)
+    backend.submit([request(number, new=200, stop_ids=(2,)) for number in range(500)] + [request(1000, new=6)])
+    *found, unstopped = backend.poll()
+    assert all(completion.token_ids[-1] == 2 and 2 not in completion.token_ids[:-1] for completion in found)
+    np.testing.assert_allclose(np.concatenate([completion.log_prob for completion in found]), np.log(0.25), rtol=1e-6)
+    # A stop comes with probability 1/4: four tokens on average, with standard deviation sqrt(12 / 500).
+    assert np.mean([completion.num_tokens for completion in found]) == pytest.approx(4.0, abs=5 * np.sqrt(12 / 500))
+    assert (unstopped.finish_reason, unstopped.limit, unstopped.num_tokens) == ("length", "max_new_tokens", 6)
+
+
 def test_seed_decides() -> None:
     def answer(first: int, seed: int | None) -> list[int]:
-        backend = RandomTokens([[number] for number in range(100)], seed=first)
+        backend = RandomTokens(token_ids=range(100), seed=first)
         backend.submit([request(7, seed=seed)])
         return backend.poll()[0].token_ids.tolist()
 
@@ -85,6 +96,6 @@ def test_seed_decides() -> None:
 
 
 def test_nothing_to_choose_from() -> None:
-    for choices in ([], [[]], [[1], []]):
-        with pytest.raises(UserError, match="at least one token"):
-            RandomTokens(choices)
+    for options in ({}, {"choices": []}, {"choices": [[]]}, {"token_ids": []}, {"choices": [[1]], "token_ids": [1]}):
+        with pytest.raises(UserError, match="needs either choices"):
+            RandomTokens(**options)  # type: ignore[arg-type]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embodied_rl import __version__
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.serving import http_server as web
-from embodied_rl.serving.environments.hub import OPERATIONS, EnvRequest, Hub, ServiceLimits
+from embodied_rl.serving.environments.hub import EnvRequest, Hub, ServiceLimits
 from embodied_rl.sim.wire import ENCODINGS, Encoding
 
 _SEED = {**web.COUNT, "maximum": 2**63 - 1}
@@ -152,7 +152,9 @@ class EnvironmentService:
     def _batch(self, request: web.HttpRequest) -> web.Reply:
         items = request.body["requests"]
         if not 1 <= len(items) <= self.hub.limits.max_batch:
-            raise _bad(f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}.")
+            raise web.HttpProblem(
+                400, "bad_request", f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}."
+            )
         outcomes = self.hub.run([_of_batch(item) for item in items])
         # Bodies are JSON already, so pictures are not parsed again here.
         results = b",".join(b'{"status":%d,"body":%b}' % (outcome.status, outcome.body) for outcome in outcomes)
@@ -163,10 +165,11 @@ class EnvironmentService:
 def _of_batch(item: object) -> EnvRequest:
     """Request of a batch. Raises HttpProblem 400."""
     if not isinstance(item, dict):
-        raise _bad(f"A request of a batch must be an object, got {type(item).__name__}.")
+        raise web.HttpProblem(400, "bad_request", f"A request of a batch must be an object, got {type(item).__name__}.")
     operation = item.get("operation")
-    if operation not in OPERATIONS:
-        raise _bad(f"operation {operation!r:.80} is not a choice.{did_you_mean(operation, OPERATIONS)}", OPERATIONS)
+    if operation not in tuple(CALLS):
+        message = f"operation {operation!r:.80} is not a choice.{did_you_mean(operation, CALLS)}"
+        raise web.HttpProblem(400, "bad_request", message, choices=CALLS)
     _, fields, needed = CALLS[operation]
     web.check_body(item, {**_IN_BATCH, "number": _ASCENDING, **fields}, [*_IN_BATCH, *needed], "bad_request")
     return EnvRequest(item["id"], operation, item.get("number"), _arguments(operation, item))
@@ -174,7 +177,3 @@ def _of_batch(item: object) -> EnvRequest:
 
 def _arguments(operation: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in CALLS[operation][1] if name in body}
-
-
-def _bad(message: str, choices: Iterable[str] = ()) -> web.HttpProblem:
-    return web.HttpProblem(400, "bad_request", message, choices=choices)

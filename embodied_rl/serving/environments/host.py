@@ -39,9 +39,9 @@ class Host:
         self.operations: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "reset": self._reset,
             "step": self._step,
-            "snapshot": self._snapshot,
+            "snapshot": lambda _: {"snapshot": encode_snapshot(sim.snapshot(0))},
             "restore": self._restore,
-            "render": self._render,
+            "render": lambda _: {"image": encode_array(np.ascontiguousarray(sim.render(0), np.uint8), encoding)},
         }
 
     def answer(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -80,16 +80,10 @@ class Host:
             "info": finite(plain_info(out.info[0])),  # training does not read it
         }
 
-    def _snapshot(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {"snapshot": encode_snapshot(self._sim.snapshot(0))}
-
     def _restore(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         self._sim.restore(0, decode_snapshot(arguments["snapshot"]))
         self._running = True
         return {}
-
-    def _render(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {"image": encode_array(np.ascontiguousarray(self._sim.render(0), np.uint8), self._encoding)}
 
     def _observation(self) -> dict[str, Any]:
         parts = {key: part[0] for key, part in self._out.observation.items()}
@@ -102,17 +96,13 @@ class Host:
 # ---- process --------------------------------------------------------------------------------------------------------
 
 
-def _limit(cpu_s: float | None) -> None:
+def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if cpu_s is not None:
-        seconds = max(math.ceil(cpu_s), 1)
+    if setup["cpu_s"] is not None:
+        seconds = max(math.ceil(setup["cpu_s"]), 1)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))  # SIGXCPU at the first, SIGKILL at the second
-
-
-def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
-    _limit(setup["cpu_s"])
     sims.append(SimFactory(**setup["factory"]).make(1))
     return {"spec": encode_spec(sims[0].spec)}
 

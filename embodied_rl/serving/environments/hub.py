@@ -24,7 +24,6 @@ from embodied_rl.sim.wire import Encoding
 from embodied_rl.sim.worker_pool import WorkerProcess
 from embodied_rl.trust import named_code
 
-OPERATIONS = ("reset", "step", "snapshot", "restore", "render")
 _DETAIL = 2000
 """Characters of a simulator's traceback that clients receive."""
 
@@ -69,7 +68,7 @@ class EnvRequest:
 
     env_id: str
     operation: str
-    """One of `OPERATIONS`."""
+    """reset, step, snapshot, restore or render."""
     number: int | None
     """Ascending number of the request within its environment; an equal number repeats a request. None: always executed."""
     arguments: Mapping[str, Any]
