@@ -26,7 +26,6 @@ from mani_skill.utils.structs.base import BaseStruct
 
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene, BatchSystem
-from embodied_rl.sim.robots.maniskill_batch.structs import ROW_CACHES
 from embodied_rl.sim.robots.maniskill_state import LEFT, Bodies, EpisodeState, bodies_of, owners_of, physics_of, places_of
 from embodied_rl.sim.snapshots import SnapshotError
 
@@ -245,8 +244,6 @@ def _replace_objects(struct: BaseStruct, donated: BaseStruct, i: int) -> None:
     for name in list(present):  # drop values computed from the objects, but keep the hash, which dictionaries use
         if isinstance(getattr_static(type(struct), name, None), cached_property) and name != "__maniskill_hash__":
             del present[name]
-    for name in ROW_CACHES:
-        present.pop(name, None)
     initial = vars(donated).get("initial_pose")
     if isinstance(initial, Pose):
         rows = struct.initial_pose.raw_pose

@@ -24,7 +24,7 @@ from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.specs import Rows
 
 if TYPE_CHECKING:
-    from mani_skill.utils.structs import Actor, Link, RenderCamera
+    from mani_skill.utils.structs import Actor, Link
 
 Contact = tuple[physx.PhysxContact, sapien.Entity, sapien.Entity]
 
@@ -169,10 +169,14 @@ class BatchSystem:
 
     def _find_rows(self) -> None:
         size, count = self.layouts[0].num_entities, len(self._dofs)
-        self.row_of = {entity: i * size + row for i, layout in enumerate(self.layouts) for entity, row in layout.rows.items()}
-        """{`sapien.Entity`: its row in `cuda_rigid_body_data`}"""
-        self.row_of_articulation = {a: i * count + k for i, layout in enumerate(self.layouts) for k, a in enumerate(layout.articulations)}
-        """{`PhysxArticulation`: its row in the buffers of joints}"""
+        self._row_of: dict[sapien.Entity | physx.PhysxArticulation, int] = {}
+        for i, layout in enumerate(self.layouts):
+            self._row_of |= {entity: i * size + row for entity, row in layout.rows.items()}
+            self._row_of |= {articulation: i * count + k for k, articulation in enumerate(layout.articulations)}
+
+    def rows_of(self, things: Iterable[sapien.Entity | physx.PhysxArticulation]) -> torch.Tensor:
+        """[n]: rows of entities in `cuda_rigid_body_data`, or of articulations in the buffers of joints."""
+        return torch.tensor([self._row_of[thing] for thing in things], dtype=torch.int64)
 
     def poses(self) -> torch.Tensor:
         """[scenes · entities, 13]: position, quaternion (w first), and velocities that are valid only after `bodies`."""
@@ -250,14 +254,22 @@ STRUCTS = "_embodied_rl_structs"
 
 
 class BatchScene(ManiSkillScene):
-    """Scene with `gpu_sim_enabled` True, so that ManiSkill's structs read the batched buffers, and a `BatchSystem` behind it."""
+    """Scene over a `BatchSystem`. Once it is complete, `gpu_sim_enabled` is True, so that ManiSkill's structs read the batched buffers."""
 
     def __init__(self, sub_scenes: list[sapien.Scene], **kwargs: Any) -> None:
         super().__init__(sub_scenes, **kwargs)
         self.px = BatchSystem(sub_scenes)
-        self.gpu_sim_enabled = True
+        self.gpu_sim_enabled = False
         self.drawn: Sequence[int] | None = None
         """Environments that `RenderCamera.get_picture` returns; None: all rows, of which only acting environments are drawn."""
+
+    def complete(self) -> None:
+        """Find the layout; nothing is added from now on. Raises UnsupportedTask: the scenes differ in their contents."""
+        self.px.lay_out()
+        self.gpu_sim_enabled = True
+        for struct in vars(self)[STRUCTS]:  # ManiSkill has read them before the last camera came
+            for name in ("_body_data_index", "_data_index"):
+                vars(struct).pop(name, None)
 
     @contextmanager
     def only(self, rows: tuple[int, ...]) -> Iterator[None]:
@@ -333,10 +345,6 @@ class BatchScene(ManiSkillScene):
     def shown(self) -> Sequence[int]:
         """Environments that are drawn now."""
         return self.px.rows if self.drawn is None else self.drawn
-
-    def add_camera(self, *args: Any, **kwargs: Any) -> RenderCamera:
-        with self.as_on_a_cpu():
-            return super().add_camera(*args, **kwargs)
 
     def update_render(self, update_sensors: bool = True, update_human_render_cameras: bool = True) -> None:
         self.px.flush()

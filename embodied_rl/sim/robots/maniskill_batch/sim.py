@@ -50,7 +50,7 @@ class BatchedTask(BaseEnv):
 
     def _reconfigure(self, options: dict[str, Any] | None = None) -> None:
         super()._reconfigure({} if options is None else options)
-        self.scene.px.lay_out()
+        self.scene.complete()
 
     def reset(self, seed: object = None, options: dict[str, Any] | None = None) -> tuple[Tensors, dict[str, Any]]:
         """For the constructor only: builds everything as for a separate environment."""

@@ -26,11 +26,13 @@ from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene
 Values = torch.Tensor | np.ndarray | Sequence[float] | Sequence[Sequence[float]]
 """Arguments of ManiSkill's setters: one row per object, or one row for all."""
 
-ROW_CACHES = ("_embodied_rl_rows", "_embodied_rl_scenes")
-"""Attributes that cache where a struct's objects are; deleted when the objects are replaced."""
-
 
 # ---- how a property or method gets its third path -------------------------------------------------------------------
+
+
+def _laid_out(struct: BaseStruct) -> bool:
+    """Whether a struct belongs to a complete batched scene, so that its buffers can be read."""
+    return type(struct.scene) is BatchScene and struct.scene.px.ready
 
 
 def _method(cls: type, name: str) -> Callable[[Callable[..., Any]], None]:
@@ -50,12 +52,13 @@ def _method(cls: type, name: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def _property(cls: type, name: str, read: Callable[[Any], Any] | None, write: Callable[[Any, Any], None] | None = None) -> None:
-    """Replace a property's getter, setter or both for objects in a batched scene; None: it stays."""
+    """Replace a property's getter, setter or both for objects in a batched scene; None: it stays. The getter stays until the scene is
+    complete."""
     original = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-    own_get, own_set = (original.__get__, None) if isinstance(original, cached_property) else (original.fget, original.fset)
+    own_get, own_set = original.fget, original.fset
 
     def get(self: BaseStruct) -> Any:
-        return read(self) if type(self.scene) is BatchScene else own_get(self)  # type: ignore[misc]
+        return read(self) if _laid_out(self) else own_get(self)  # type: ignore[misc]
 
     def assign(self: BaseStruct, value: Values | Pose | sapien.Pose) -> None:
         (write if type(self.scene) is BatchScene else own_set)(self, value)  # type: ignore[misc]
@@ -66,19 +69,12 @@ def _property(cls: type, name: str, read: Callable[[Any], Any] | None, write: Ca
 # ---- which of a struct's objects act, and what is written to each ---------------------------------------------------
 
 
-def _scenes(struct: BaseStruct) -> list[int]:
-    found = struct.__dict__.get("_embodied_rl_scenes")
-    if found is None:
-        found = struct.__dict__["_embodied_rl_scenes"] = struct._scene_idxs.tolist()
-    return found
-
-
 def writing(struct: BaseStruct, values: np.ndarray | sapien.Pose) -> Iterator[tuple[int, Any]]:
     """(index among the struct's objects, its row of `values`) of the objects in acting scenes; cached reads of these become stale.
 
     `values`: an array [n, …] with a row for each object, for each that acts, or one for all; a `sapien.Pose` applies to all.
     """
-    px, scenes = struct.scene.px, _scenes(struct)
+    px, scenes = struct.scene.px, struct._embodied_rl_scenes
     px.flush()
     acting = px.rows
     places = range(len(scenes)) if len(acting) == len(px.scenes) else [k for k, i in enumerate(scenes) if i in acting]
@@ -121,7 +117,19 @@ def _of_each(objects: str, attribute: str) -> Callable[[Any], torch.Tensor]:
     return read
 
 
-# ---- structs in the order of their creation --------------------------------------------------------------------------
+# ---- what is known of a struct ---------------------------------------------------------------------------------------
+
+
+def _cached(cls: type, name: str, find: Callable[[Any], Any]) -> None:
+    """Replace a cached property for objects in a batched scene, or add one; `graft` drops its value when their objects are replaced."""
+    original = vars(cls).get(name)
+
+    def get(self: BaseStruct) -> Any:
+        return find(self) if original is None or _laid_out(self) else original.func(self)
+
+    put: cached_property[Any] = cached_property(get)
+    put.__set_name__(cls, name)
+    setattr(cls, name, put)
 
 
 post_init = BaseStruct.__post_init__
@@ -133,39 +141,16 @@ def post_init_and_remember(self: BaseStruct) -> None:
 
 
 BaseStruct.__post_init__ = post_init_and_remember
-
-
-# ---- rows of the buffers ---------------------------------------------------------------------------------------------
-
-
-def remembered(self: BaseStruct, find: Callable[[], list[int]]) -> torch.Tensor:
-    found = self.__dict__.get("_embodied_rl_rows")
-    if found is None:
-        if not self.px.ready:  # ManiSkill asks for them while cameras are still being added
-            return torch.empty(0, dtype=torch.int64)
-        found = self.__dict__["_embodied_rl_rows"] = torch.tensor(find(), dtype=torch.int64)
-    return found
-
-
-_property(
-    PhysxRigidBodyComponentStruct,
-    "_body_data_index",
-    lambda self: remembered(self, lambda: [self.px.row_of[body.entity] for body in self._bodies]),
-)
-for cls, objects in ((Articulation, "_objs"), (ArticulationJoint, "_physx_articulations")):
-
-    def rows_of_articulations(self: Articulation | ArticulationJoint, objects: str = objects) -> torch.Tensor:
-        return remembered(self, lambda: [self.px.row_of_articulation[each] for each in getattr(self, objects)])
-
-    _property(cls, "_data_index", rows_of_articulations)
+_cached(BaseStruct, "_embodied_rl_scenes", lambda self: self._scene_idxs.tolist())
+_cached(PhysxRigidBodyComponentStruct, "_body_data_index", lambda self: self.px.rows_of(body.entity for body in self._bodies))
+_cached(Articulation, "_data_index", lambda self: self.px.rows_of(self._objs))
+_cached(ArticulationJoint, "_data_index", lambda self: self.px.rows_of(self._physx_articulations))
 
 
 # ---- actors and links ------------------------------------------------------------------------------------------------
 
 
 def _pose(self: Actor | Link) -> Pose:
-    if not self.px.ready:
-        return Pose.create([thing.entity_pose if isinstance(thing, sapien.Component) else thing.pose for thing in self._objs])
     return Pose(raw_pose=self.px.poses()[self._body_data_index, :7])
 
 
@@ -178,13 +163,12 @@ def _set_pose(self: Actor | Link, value: Values | Pose | sapien.Pose) -> None:
 for cls in (Actor, Link):
     _property(cls, "pose", _pose, _set_pose)
 for name, columns in (("linear_velocity", slice(7, 10)), ("angular_velocity", slice(10, 13))):
-    from_bodies = _of_each("_bodies", name)
 
-    def of_actor(self: Actor, columns: slice = columns, before: Callable[[Any], torch.Tensor] = from_bodies) -> torch.Tensor:
-        return self.px.bodies()[self._body_data_index, columns] if self.px.ready else before(self)
+    def of_actor(self: Actor, columns: slice = columns) -> torch.Tensor:
+        return self.px.bodies()[self._body_data_index, columns]
 
     _property(PhysxRigidDynamicComponentStruct, name, of_actor, _set_each("_bodies", name))
-    _property(Link, name, from_bodies)  # links are packed without their velocities
+    _property(Link, name, _of_each("_bodies", name))  # links are packed without their velocities
 for name in ("hide_visual", "show_visual"):
 
     @_method(Actor, name)
@@ -214,11 +198,8 @@ def apply_force(self: Actor, original: Callable[..., Any], force: Values) -> Non
 
 
 for name in ("qpos", "qvel"):
-    from_objects = _of_each("_objs", name)
 
-    def from_buffer(self: Articulation, name: str = name, before: Callable[[Any], torch.Tensor] = from_objects) -> torch.Tensor:
-        if not self.px.ready:
-            return before(self)
+    def from_buffer(self: Articulation, name: str = name) -> torch.Tensor:
         return getattr(self.px, f"cuda_articulation_{name}").torch()[self._data_index, : self.max_dof]
 
     _property(Articulation, name, from_buffer, _set_each("_objs", name))
@@ -292,7 +273,7 @@ for name in ("drive_target", "drive_velocity_target"):
 @_method(PhysxRigidBodyComponentStruct, "get_net_contact_impulses")
 def of_body(self: PhysxRigidBodyComponentStruct, original: Callable[..., Any]) -> torch.Tensor:
     rows = []
-    for i, body in zip(_scenes(self), self._bodies, strict=True):
+    for i, body in zip(self._embodied_rl_scenes, self._bodies, strict=True):
         mine = body.entity
         found = [(contact, a == mine) for contact, a, b in self.px.contacts(i) if a == mine or b == mine]
         rows.append(sapien_utils.compute_total_impulse(found))
@@ -302,7 +283,7 @@ def of_body(self: PhysxRigidBodyComponentStruct, original: Callable[..., Any]) -
 @_method(Articulation, "get_net_contact_impulses")
 def of_links(self: Articulation, original: Callable[..., Any], link_names: list[str]) -> torch.Tensor:
     impulses = torch.zeros(len(self._objs), len(link_names), 3)
-    for k, i in enumerate(_scenes(self)):
+    for k, i in enumerate(self._embodied_rl_scenes):
         links = [self.links_map[name]._objs[k].entity for name in link_names]
         touching = defaultdict(list)
         for contact, a, b in self.px.contacts(i):
