@@ -82,7 +82,7 @@ class SimEnv(ABC):
         return []
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """Return an image [H, W, 3] uint8. Raises UserError for an unknown camera."""
+        """Return an image [H, W, 3] uint8 from one of `film_cameras`."""
         raise UserError(f"Simulator '{self.spec.task}' has no camera '{camera}'; choose 'default'.")
 
     # ---- saved episodes: `spec.snapshots` says "exact" or "approximate" -----------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.errors import UserError, brief
+from embodied_rl.errors import UserError, brief, require_known
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.episode_log import Snapshot
@@ -61,8 +61,10 @@ def picture(sim: SimEnv, env_id: int, camera: str) -> np.ndarray:
     """[H, W, 3] uint8 from one of a simulator's cameras or `DEFAULT_CAMERA`. Raises UserError for an unknown camera."""
     if camera == DEFAULT_CAMERA:
         return np.asarray(sim.render(env_id), np.uint8)
-    if not sim.film_cameras(env_id):
+    known = sim.film_cameras(env_id)
+    if not known:
         raise UserError(f"Task '{sim.spec.task}' has no camera '{camera}': it has only one view: set cameras=default.")
+    require_known(camera, [DEFAULT_CAMERA, *known], f"Camera '{camera}' is not known.")
     return np.asarray(sim.film_from(env_id, camera), np.uint8)
 
 

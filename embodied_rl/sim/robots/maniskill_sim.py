@@ -31,7 +31,6 @@ from embodied_rl.sim.robots.maniskill_state import (
     quick_torch,
     unobserved,
 )
-from embodied_rl.sim.robots.mujoco_model import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.specs import SnapshotKind
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
@@ -340,7 +339,6 @@ class ManiSkillSim(ManiSkillBase):
         return list(dict.fromkeys([*scene.human_render_cameras, *scene.sensors])) if self._render else []
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        require_camera(camera, self.film_cameras(env_id))
         base = self.envs[env_id].unwrapped
         with self._torch.inference_mode():
             if camera in base.scene.human_render_cameras:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
+from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.saved_state import DataState, layers_of, unique_held
 from embodied_rl.types import StepBuffers
@@ -64,14 +64,10 @@ class Drawing:
         self._flags = [vars(mujoco.mjtRndFlag)[name] for name in without]
         self._renderers: dict[tuple[int, int], Renderer] = {}
 
-    def cameras(self) -> list[str]:
-        """Names of the model's fixed cameras."""
-        return [self.model.camera(index).name for index in range(self.model.ncam)]
-
     def check_camera(self, camera: str | int) -> None:
         """Raise UserError with the nearest name if the model lacks the camera, given by its name or number (-1: the free camera)."""
         if not (isinstance(camera, int) and -1 <= camera < self.model.ncam):
-            require_known(camera, self.cameras(), f"Camera '{camera}' is not known.")
+            require_known(camera, camera_names(self.model), f"Camera '{camera}' is not known.")
 
     def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
         """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.
@@ -112,6 +108,11 @@ class Drawing:
         return renderer
 
 
+def camera_names(model: MjModel) -> list[str]:
+    """Names of the model's fixed cameras, unnamed ones left out."""
+    return [name for index in range(model.ncam) if (name := model.camera(index).name)]
+
+
 def _close_all(renderers: dict[tuple[int, int], Renderer]) -> None:
     while renderers:
         renderers.popitem()[1].close()
@@ -121,17 +122,13 @@ def _close_all(renderers: dict[tuple[int, int], Renderer]) -> None:
 
 
 def model_cameras(env: gymnasium.Env) -> list[str]:
-    """Names of the model's fixed cameras, unnamed ones left out; empty if MuJoCo does not draw the environment."""
+    """Names of the model's fixed cameras; empty if MuJoCo does not draw the environment."""
     renderer = _renderer(env)
-    if renderer is None:
-        return []
-    names = (renderer.model.camera(index).name for index in range(renderer.model.ncam))
-    return [name for name in names if name]
+    return [] if renderer is None else camera_names(renderer.model)
 
 
 def draw_from(env: gymnasium.Env, camera: str) -> np.ndarray:
-    """Picture of ``env.render()`` from another camera. Raises UserError for an unknown camera."""
-    require_camera(camera, model_cameras(env))
+    """Picture of ``env.render()`` from one of `model_cameras`."""
     renderer = _renderer(env)
     assert renderer is not None, "it has cameras"
     before = renderer.camera_id
@@ -148,12 +145,6 @@ def camera_in_use(env: gymnasium.Env) -> str | None:
     return renderer.model.camera(renderer.camera_id).name if renderer is not None and renderer.camera_id >= 0 else None
 
 
-def require_camera(camera: str, known: list[str]) -> None:
-    """Raise UserError with the nearest name if `camera` is not among `known`."""
-    if camera not in known:
-        raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, ['default', *known])}")
-
-
 def _renderer(env: gymnasium.Env) -> MujocoRenderer | None:
     found = (vars(layer).get("mujoco_renderer") for layer in layers_of(env))
     return next((renderer for renderer in found if renderer is not None), None)
@@ -164,14 +155,6 @@ def _renderer(env: gymnasium.Env) -> MujocoRenderer | None:
 
 MUJOCO_PARTS = ("qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat", "eq_active", "userdata")
 """Arrays of MjData that the next physics step depends on, by MuJoCo's names, without forces applied from outside."""
-
-
-class Physics(Protocol):
-    """One environment's state as named arrays: see `SimEnv.physics`."""
-
-    def get(self) -> dict[str, np.ndarray]: ...
-
-    def set(self, state: Mapping[str, np.ndarray]) -> None: ...
 
 
 class MujocoPhysics:
@@ -210,8 +193,8 @@ class AttributeState:
         self._env.state = np.array(state["state"], kind).reshape(np.asarray(present).shape)
 
 
-def physics_of(env: gymnasium.Env) -> Physics:
-    """State of an environment that has been reset. Raises UserError if it is not found."""
+def physics_of(env: gymnasium.Env) -> MujocoPhysics | AttributeState:
+    """Access to the named state of an environment that has been reset. Raises UserError if it is not found."""
     layers = layers_of(env)
     models, data = unique_held(layers, "MjModel"), unique_held(layers, "MjData")
     if len(models) == len(data) == 1:
@@ -260,11 +243,10 @@ class DrawnSim(SimEnv):
         return drawing.frame(data, self._render_camera, self._render_size, self._render_size)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        return self._drawn(env_id)[0].cameras()
+        return camera_names(self._drawn(env_id)[0].model)
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
         drawing, data = self._drawn(env_id)
-        drawing.check_camera(camera)
         return drawing.frame(data, camera, self._render_size, self._render_size)
 
     def _draw(self, i: int, camera: str | int, frame: np.ndarray) -> None:
