@@ -151,7 +151,7 @@ def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
                 raise UserError(f"{rule}: environment 0 has {first}, {number} has {other}.")
 
 
-def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, Any, Any, Any, Any]]:
+def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, ...]]:
     """`env.step` without the calls of wrappers that only pass on: the order check is dropped, and a limit counts in one place."""
     while type(env).step in (gymnasium.Wrapper.step, OrderEnforcing.step) and "step" not in vars(env):
         assert isinstance(env, gymnasium.Wrapper), env
@@ -160,10 +160,10 @@ def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, Any, Any, Any, 
         return env.step
     inner, limit = short_step(env.env), cast(Limit, env)
 
-    def step(action: Any) -> tuple[Any, Any, Any, Any, Any]:
-        observation, reward, terminated, truncated, info = inner(action)
+    def step(action: Any) -> tuple[Any, ...]:
+        answer = inner(action)
         limit._elapsed_steps += 1
-        return observation, reward, terminated, truncated or limit._elapsed_steps >= limit._max_episode_steps, info
+        return answer if limit._elapsed_steps < limit._max_episode_steps else (*answer[:3], True, *answer[4:])
 
     return step
 
@@ -245,18 +245,13 @@ class GymnasiumSim(SimEnv):
                 self._put(out, i, self._on_demand[i].observe(), "A step")
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        try:
-            if self._draws_while_stepping:
-                with process_state_kept():
-                    for row, i in enumerate(env_ids):
-                        with self._random[i].taken():
-                            self._step_rows([i], actions[row : row + 1], out)
-            else:
-                self._step_rows(env_ids, actions, out)
-        except (ValueError, TypeError, AttributeError) as error:
-            if not _is_ours(error):
-                raise
-            raise _unlike(self.spec.task, "A step", error) from error
+        if not self._draws_while_stepping:
+            self._step_rows(env_ids, actions, out)
+            return
+        with process_state_kept():
+            for row, i in enumerate(env_ids):
+                with self._random[i].taken():
+                    self._step_rows([i], actions[row : row + 1], out)
 
     def _put(self, out: StepBuffers, i: int, observation: Any, what: str) -> None:
         try:
@@ -269,10 +264,14 @@ class GymnasiumSim(SimEnv):
         reward, terminated, truncated, success, infos = out.reward, out.terminated, out.truncated, out.success, out.info
         steps, key, write, observation, observing = self._steps, self._success_key, self._write, out.observation, self._observing
         for i, action in zip(env_ids, self._to_action(actions), strict=True):
-            new, reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
-            if observing:
-                write(observation, i, new)
-            success[i] = False if key is None else bool(infos[i].get(key, False))  # type: ignore[union-attr]
+            answer = steps[i](action)
+            try:
+                new, reward[i], terminated[i], truncated[i], infos[i] = answer
+                if observing:
+                    write(observation, i, new)
+                success[i] = False if key is None else bool(infos[i].get(key, False))  # type: ignore[union-attr]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise _unlike(self.spec.task, "A step", error) from error
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8. Raises UserError if the task or this machine cannot render."""
@@ -382,14 +381,6 @@ def _parts_of(answer: Any, method: str, parts: str) -> tuple[Any, ...]:
             f"`{method}` must return ({parts}), with a dictionary as info, as gymnasium's environments do; got {answer!r:.100}."
         )
     return answer
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether the error was raised by our code that writes the results, not inside the simulator."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename in (__file__, spaces.row_writer.__code__.co_filename)
 
 
 # ---- environments stepped as one batch --------------------------------------------------------------------------------
