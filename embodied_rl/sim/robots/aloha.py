@@ -6,8 +6,9 @@ This simulator uses its scenes, rewards and starting positions unchanged, and dr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,15 +17,19 @@ from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
-    from dm_control.mujoco import Physics
     from gym_aloha.tasks.sim import BimanualViperXTask
     from mujoco import MjModel
 
 TASKS = {
-    "AlohaTransferCube-v0": ("transfer_cube", "pick up the cube with the right arm and hand it over to the left arm"),
-    "AlohaInsertion-v0": ("insertion", "insert the peg into the socket"),
+    "AlohaTransferCube-v0": (
+        "transfer_cube",
+        "TransferCubeTask",
+        "sample_box_pose",
+        "pick up the cube with the right arm and hand it over to the left arm",
+    ),
+    "AlohaInsertion-v0": ("insertion", "InsertionTask", "sample_insertion_pose", "insert the peg into the socket"),
 }
-"""{id: (scene, instruction)}."""
+"""{id: (scene, gym-aloha's class, its function that places the objects, instruction)}."""
 
 OBSERVATIONS = ("state", "pixels", "pixels_agent_pos")
 MAX_EPISODE_STEPS = 300
@@ -72,9 +77,13 @@ class AlohaSim(MujocoSim):
     ) -> None:
         require_known(task, TASKS, f"gym-aloha task '{task}' is not known.")
         require_known(observation, OBSERVATIONS, f"gym-aloha observation '{observation}' is not known.")
-        self._scene, instruction = TASKS[task]
+        scene, task_class, sampler, instruction = TASKS[task]
         self._library = _gym_aloha()
-        self._task, first = _load(self._scene)
+        self._task: BimanualViperXTask = vars(self._library.tasks.sim)[task_class]()
+        self._sample: Callable[[int], Any] = vars(self._library.utils)[sampler]
+        from dm_control.mujoco import Physics
+
+        first = Physics.from_xml_path(str(self._library.constants.ASSETS_DIR / f"bimanual_viperx_{scene}.xml"))
         # All environments share one model: dm_control's Physics are views of it and of their own MjData.
         self._physics = [first, *(type(first).from_model(first.model) for _ in range(num_envs - 1))]
         model = first.model.ptr
@@ -108,8 +117,7 @@ class AlohaSim(MujocoSim):
     def _begin(self, i: int, seed: int) -> None:
         physics = self._physics[i]
         # gym-aloha places its objects with a 32-bit seed, which a variable of its module passes on.
-        sample = self._library.utils.sample_box_pose if self._scene == "transfer_cube" else self._library.utils.sample_insertion_pose
-        self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(sample(seed % 2**32)))
+        self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(self._sample(seed % 2**32)))
         with physics.reset_context():
             self._task.initialize_episode(physics)
 
@@ -140,16 +148,6 @@ class AlohaSim(MujocoSim):
 
 make = AlohaSim
 """`num_envs` environments of one task."""
-
-
-def _load(scene: str) -> tuple[BimanualViperXTask, Physics]:
-    """gym-aloha's task object, and its scene as dm_control's Physics."""
-    from dm_control import mujoco as dm_mujoco
-    from gym_aloha.constants import ASSETS_DIR
-    from gym_aloha.tasks.sim import InsertionTask, TransferCubeTask
-
-    task = TransferCubeTask() if scene == "transfer_cube" else InsertionTask()
-    return task, dm_mujoco.Physics.from_xml_path(str(ASSETS_DIR / f"bimanual_viperx_{scene}.xml"))
 
 
 def _action_bounds(model: MjModel) -> tuple[np.ndarray, np.ndarray]:

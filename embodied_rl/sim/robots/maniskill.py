@@ -78,7 +78,11 @@ def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM)
     for name, known in WRITTEN_FOR.items():
         if not versions[name].startswith(known):
             return Verdict(task, f"batches are written for {name} {known}x, and this is {versions[name]}", versions)
-    answers, question = RememberedAnswers(_FOLDER), _question(task, {**arguments, "num_envs": num_envs}, versions)
+    import torch
+
+    # The last bits of torch's sums depend on its version and on the processor's vectors.
+    asked = [_CHECK, sorted(versions.items()), torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    answers, question = RememberedAnswers(_FOLDER), [task, [*asked, sorted({**arguments, "num_envs": num_envs}.items())]]
     remembered = _read(answers.read(task, question))
     if remembered is not None and remembered.task == task:
         return remembered
@@ -102,14 +106,6 @@ def _read(answer: object) -> Verdict | None:
         if isinstance(answer, dict) and isinstance((found := Verdict(**answer)).reason, str):
             return found
     return None
-
-
-def _question(task: str, arguments: Mapping[str, Any], versions: Mapping[str, str]) -> object:
-    import torch
-
-    # The last bits of torch's sums depend on its version and on the processor's vectors.
-    asked = [_CHECK, sorted(versions.items()), torch.__version__, torch.backends.cpu.get_cpu_capability(), sorted(arguments.items())]
-    return [task, asked]
 
 
 # ---- tasks by name ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Resets, rendering and snapshots are gymnasium's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -47,6 +47,8 @@ class _Body:
     model: MjModel
     data: MjData
     ctrl: np.ndarray
+    position: np.ndarray
+    """[2] of the main body or the root joint, from which a step measures, whatever has moved it since the last one."""
     copies: tuple[tuple[np.ndarray, np.ndarray], ...]
     """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and the main body's position."""
     limit: Limit | None
@@ -116,44 +118,25 @@ class LocomotionSim(GymnasiumSim):
         limit = next((layer for layer in layers_of(env) if isinstance(layer, TimeLimit)), None)
         inner: Any = env.unwrapped
         data, row = inner.data, self._joints[index]
-        copies = [(row[: self._nq], data.qpos), (row[self._nq :], data.qvel)]
+        copies, position = [(row[: self._nq], data.qpos), (row[self._nq :], data.qvel)], data.qpos[:2]
         if self._is_ant:
-            copies += [(self._contact[index], data.cfrc_ext.reshape(-1)), (self._position[index], data.body(inner._main_body).xpos[:2])]
+            position = data.body(inner._main_body).xpos[:2]
+            copies += [(self._contact[index], data.cfrc_ext.reshape(-1)), (self._position[index], position)]
         assert all(
             np.shares_memory(source, getattr(data, name)) for (_, source), name in zip(copies, ("qpos", "qvel", "cfrc_ext"), strict=False)
         )
-        return _Body(inner.model, data, data.ctrl, tuple(copies), cast("Limit | None", limit))
-
-    # ---- calls that move a body outside a step ----------------------------------------------------------------------
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        super().reset(env_ids, seeds, out, options)
-        for i in env_ids:
-            self._look(i)
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        super().restore(env_id, data)
-        self._look(env_id)
-
-    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        super().set_physics(env_id, state)
-        self._look(env_id)
-
-    def _look(self, env_id: int) -> None:
-        """Update our rows: the next step measures from the present position."""
-        for row, source in self._bodies[env_id].copies:
-            row[:] = source
+        return _Body(inner.model, data, data.ctrl, position, tuple(copies), cast("Limit | None", limit))
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         advance, forces, frame_skip = self._advance, self._forces, self._frame_skip
-        bodies, truncated, infos = self._bodies, out.truncated, self._infos
+        bodies, before, truncated, infos = self._bodies, self._before, out.truncated, self._infos
         first, last = env_ids[0], env_ids[-1] + 1
         rows: Rows = slice(first, last) if last - first == len(env_ids) else np.asarray(env_ids)
-        self._before[rows] = self._position[rows]
         for i, action in zip(env_ids, actions, strict=True):
             body = bodies[i]
+            before[i] = body.position
             body.ctrl[:] = action
             advance(body.model, body.data, frame_skip)
             if forces is not None:
