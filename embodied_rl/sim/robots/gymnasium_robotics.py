@@ -69,7 +69,12 @@ KITCHEN_WORDS = {
 
 def tasks() -> list[str]:
     """Newest version of each task. Raises MissingExtraError if gymnasium-robotics is not installed."""
-    _register()
+    # Its import prints a notice about other tasks (the Adroit hand) in every process.
+    with from_extra("gymnasium-robotics", "robotics"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        import gymnasium_robotics
+    if "FetchReachDense-v4" not in gymnasium.registry:
+        gymnasium.register_envs(gymnasium_robotics)
     return newest(task for task, spec in gymnasium.registry.items() if _family(str(spec.entry_point)) in FAMILIES)
 
 
@@ -156,15 +161,6 @@ class KitchenState(gymnasium.ObservationWrapper):
         observation, reward, terminated, truncated, info = super().step(action)
         left = info["tasks_to_complete"]
         return observation, reward, terminated, truncated, {"success": not left, "tasks_left": len(left)}
-
-
-def _register() -> None:
-    # Its import prints a notice about other tasks (the Adroit hand) in every process.
-    with from_extra("gymnasium-robotics", "robotics"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        import gymnasium_robotics
-    if "FetchReachDense-v4" not in gymnasium.registry:
-        gymnasium.register_envs(gymnasium_robotics)
 
 
 # ---- Fetch arm, Shadow hand and point maze with faster steps ---------------------------------------------------------------

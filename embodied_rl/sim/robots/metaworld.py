@@ -131,15 +131,12 @@ class MultiTaskSim(SimEnv):
         self._running: list[tuple[str, GymnasiumSim] | None] = [None] * num_envs
         self._rows = [StepBuffers.allocate(single, 1) for _ in range(num_envs)]
 
-    def task_of(self, seed: int) -> str:
-        return self.tasks[int(seed) % len(self.tasks)]
-
     def task_at(self, env_id: int) -> str:
         return self._current(env_id)[0]
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         for i, seed in zip(env_ids, seeds, strict=True):
-            task = self.task_of(seed)
+            task = self.tasks[int(seed) % len(self.tasks)]
             self._take(i, task).reset([0], [int(seed)], self._rows[i], options)
             self._observe(i, task, out)
 
@@ -250,21 +247,10 @@ def shorten_steps(env: SawyerXYZEnv) -> None:
     from metaworld.sawyer_xyz_env import SawyerMocapBase, SawyerXYZEnv
 
     scene = KnownScene(env)
-    known = {
-        "step": scene.step,
-        "set_xyz_action": scene.move_hand,
-        "touching_object": scene.touches,
-        "get_body_com": scene.body,
-        "_get_site_pos": scene.site,
-        "_set_pos_site": scene.place_site,
-        "_get_obs": scene.observe,
-        "_get_curr_obs_combined_no_goal": scene.seen,
-        "_gripper_caging_reward": scene.caging,
-    }
-    for name, quick in known.items():
+    for name in vars(KnownScene):
         method = attrgetter(name)
-        if method(type(env)) is method(SawyerXYZEnv):
-            vars(env)[name] = quick
+        if not name.startswith("__") and hasattr(SawyerXYZEnv, name) and method(type(env)) is method(SawyerXYZEnv):
+            vars(env)[name] = method(scene)
     if type(env)._get_id_main_object is SawyerXYZEnv._get_id_main_object and "objGeom" in scene.shapes:
         vars(env)["_get_id_main_object"] = functools.partial(int, scene.shapes["objGeom"])
     vars(env)["_tool_center"] = scene.tool_center
@@ -277,7 +263,7 @@ def shorten_steps(env: SawyerXYZEnv) -> None:
 
 
 class KnownScene:
-    """Methods of a task's `SawyerXYZEnv` for one scene with known positions in MuJoCo's memory."""
+    """Methods of a task's `SawyerXYZEnv`, by their names there, for one scene with known positions in MuJoCo's memory."""
 
     def __init__(self, env: SawyerXYZEnv) -> None:
         import mujoco
@@ -315,8 +301,8 @@ class KnownScene:
         reward, info = env.evaluate_state(seen, action)
         return seen.copy(), reward, False, env.curr_path_length == env.max_path_length, info
 
-    def move_hand(self, action: np.ndarray) -> None:
-        """`set_xyz_action`: move the mocap body by an action [3]."""
+    def set_xyz_action(self, action: np.ndarray) -> None:
+        """Move the mocap body by an action [3]."""
         env = self._env
         bounded = action if all(-1.0 <= part <= 1.0 for part in action.tolist()) else np.clip(action, -1, 1)
         moves = (bounded * env.action_scale).tolist()  # in the action's precision
@@ -326,16 +312,15 @@ class KnownScene:
 
     # ---- positions --------------------------------------------------------------------------------------------------
 
-    def body(self, body_name: str) -> np.ndarray:
-        """[3]: `get_body_com`, a view of the body's position."""
+    def get_body_com(self, body_name: str) -> np.ndarray:
+        """[3], a view of the body's position."""
         return self._bodies[body_name]
 
-    def site(self, site_name: str) -> np.ndarray:
+    def _get_site_pos(self, site_name: str) -> np.ndarray:
         """[3], position of a site."""
         return self._sites[site_name].copy()
 
-    def place_site(self, name: str, pos: np.ndarray) -> None:
-        """`_set_pos_site`"""
+    def _set_pos_site(self, name: str, pos: np.ndarray) -> None:
         self._sites[name][:] = pos[:3]
 
     def tool_center(self) -> np.ndarray:
@@ -343,7 +328,7 @@ class KnownScene:
         right, left = self._tips
         return (right + left) / 2.0
 
-    def touches(self, object_geom_id: int) -> bool:
+    def touching_object(self, object_geom_id: int) -> bool:
         """Whether both pads of the gripper press against the object."""
         pairs = [pair if object_geom_id in pair else () for pair in self._data.contact.geom.tolist()]
         if not any(pairs):
@@ -353,7 +338,7 @@ class KnownScene:
 
     # ---- observations -----------------------------------------------------------------------------------------------
 
-    def observe(self) -> np.ndarray:
+    def _get_obs(self) -> np.ndarray:
         """[39]: the present view, the previous view, and the goal."""
         env = self._env
         goal, seen = env._get_pos_goal(), env._get_curr_obs_combined_no_goal()
@@ -361,7 +346,7 @@ class KnownScene:
         env._prev_obs = seen
         return both
 
-    def seen(self) -> np.ndarray:
+    def _get_curr_obs_combined_no_goal(self) -> np.ndarray:
         """[18]: position of the hand, opening of the fingers, position and orientation of each object, zeros."""
         env, seen = self._env, np.zeros(4 + self._env._obs_obj_max_len)
         seen[:3] = self._hand
@@ -376,7 +361,7 @@ class KnownScene:
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
-    def caging(
+    def _gripper_caging_reward(
         self,
         action: np.ndarray,
         obj_pos: np.ndarray,
@@ -388,7 +373,7 @@ class KnownScene:
         high_density: bool = False,
         medium_density: bool = False,
     ) -> float:
-        """`_gripper_caging_reward`: how well the gripper surrounds the object; same parameters."""
+        """How well the gripper surrounds the object; same parameters."""
         if high_density and medium_density:
             raise ValueError("Can only be either high_density or medium_density")
         env, center = self._env, self.tool_center()

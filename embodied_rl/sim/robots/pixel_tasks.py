@@ -103,9 +103,6 @@ class PixelTasks(MujocoSim):
             snapshots="exact",
         )
 
-    def task_of(self, seed: int) -> str:
-        return self.tasks[int(seed) % len(self.tasks)]
-
     def task_at(self, env_id: int) -> str:
         return self._present[env_id]
 
@@ -115,7 +112,7 @@ class PixelTasks(MujocoSim):
     def _begin(self, i: int, seed: int) -> None:
         data = self.data[i]
         self._mujoco.mj_resetData(self.model, data)
-        self._present[i] = self.task_of(seed)
+        self._present[i] = self.tasks[seed % len(self.tasks)]
         tip, block, *discs = _places(np.random.default_rng(seed))
         data.qpos[:] = (*block, *tip)
         self._discs[i][:] = discs
