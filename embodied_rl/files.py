@@ -110,6 +110,7 @@ def fsync(path: Path) -> None:
 
 FileSums = dict[str, dict[str, Any]]
 """{path within the folder: {"sha256": hexadecimal, "bytes": size}}"""
+_CHANGED = "its content has changed since it was written (SHA-256 differs)"
 
 
 def sha256_of(path: Path) -> str:
@@ -128,13 +129,23 @@ def fault_of(path: Path, expected: Mapping[str, Any]) -> str | None:
         return "it is missing"
     if (size := path.stat().st_size) != expected["bytes"]:
         return f"it has {size:,} bytes instead of {expected['bytes']:,}"
-    return None if sha256_of(path) == expected["sha256"] else "its content has changed since it was written (SHA-256 differs)"
+    return None if sha256_of(path) == expected["sha256"] else _CHANGED
 
 
-def sum_of_document(document: Mapping[str, Any], but: str) -> str:
-    """Digest of a JSON document without the entry `but`, which holds it; unchanged by writing and reading the document."""
-    rest = {key: value for key, value in document.items() if key != but}
+def sum_of_document(document: Mapping[str, Any]) -> str:
+    """Digest of a JSON document without the entry ``sha256``, which holds it; unchanged by writing and reading the document."""
+    rest = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_sums(document: Mapping[str, Any]) -> None:
+    """Raise ValueError if a document differs from its digest ``sha256``, or if its ``files`` are no `FileSums`; either may be absent."""
+    if "sha256" in document and sum_of_document(document) != document["sha256"]:
+        raise ValueError(_CHANGED)
+    sums = document.get("files", {})
+    for entry in sums.values() if isinstance(sums, dict) else [None]:
+        if not (isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)):
+            raise ValueError("'files' has no checksums")
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

@@ -8,7 +8,6 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from embodied_rl.progress import clock_text, number_text
 from embodied_rl.specs import show_action
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
 from embodied_rl.types import EpisodeSummary, SimSpec
-from embodied_rl.versions import machine, versions
+from embodied_rl.versions import provenance
 
 if TYPE_CHECKING:
     from embodied_rl.loggers import LoggerGroup
@@ -247,12 +246,9 @@ def write_results(summary: RunSummary, *, whole_wall_clock_s: float | None = Non
         "train_wall_clock_s": round(summary.train_wall_clock_s, 2),
         "whole_wall_clock_s": None if whole_wall_clock_s is None else round(whole_wall_clock_s, 2),
         "steps_per_s": round(summary.steps / summary.train_wall_clock_s, 1) if summary.train_wall_clock_s > 0 else None,
-        "command": summary.command,
         "checkpoint": str(summary.checkpoint),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "config_sha256": config_hash(config),
-        "versions": versions(),
-        "machine": machine(),
+        **provenance(summary.command),
         **summary.extra,
         "config": config.to_dict(),
         "episodes": episode_rows(summary.episodes),

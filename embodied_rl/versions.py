@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +32,12 @@ def machine() -> dict[str, Any]:
     """{"cpu": model name, "cores": usable by this process, "memory_gib", "system"}."""
     memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     return {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "memory_gib": memory_gib, "system": platform.platform()}
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Entries of a result's file about its origin: the command, the time, versions and the machine."""
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": command, "finished": finished, "versions": versions(), "machine": machine()}
 
 
 def _cpu_model() -> str:

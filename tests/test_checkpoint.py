@@ -366,7 +366,7 @@ def test_a_flipped_bit_is_refused_with_the_way_out(tmp_path: Path, name: str) ->
 def _forge(folder: Path, **changes: Any) -> None:
     """Change entries of state.json, with a digest that fits."""
     document = json.loads((folder / "state.json").read_text()) | changes
-    document["sha256"] = sum_of_document(document, "sha256")
+    document["sha256"] = sum_of_document(document)
     (folder / "state.json").write_text(json.dumps(document))
 
 

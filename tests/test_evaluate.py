@@ -271,7 +271,7 @@ def test_a_mistake_is_one_line(cartpole: Path, arguments: list[str], message: st
         ("policy.safetensors", lambda data: data[: len(data) // 2], "policy.safetensors' is truncated or damaged"),
         ("policy.safetensors", lambda data: b"", "policy.safetensors' is truncated or damaged"),
         ("policy.safetensors", None, "policy.safetensors is missing"),
-        ("state.json", lambda data: data[: len(data) // 2], "state.json' is not valid JSON"),
+        ("state.json", lambda data: data[: len(data) // 2], "state.json' is truncated or damaged"),
         ("state.json", lambda data: data.replace(b'"format_version": 1', b'"format_version": 99'), "has format version 99"),
         ("config.yaml", lambda data: data.replace(b"rollout_steps", b"rollout_stepz"), "Did you mean 'rollout_steps'?"),
         ("config.yaml", lambda data: data.replace(b"- 16", b"- 32"), "config.yaml' is truncated or damaged"),

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -40,6 +40,7 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, re
 from embodied_rl.files import (
     FileSums,
     cannot_write,
+    check_sums,
     copy_files,
     fault_of,
     fsync,
@@ -78,8 +79,6 @@ PARTS = ".parts-"
 LEARNER_FILE, STATE_FILE, CONFIG_FILE = "learner.safetensors", "state.json", "config.yaml"
 _SIGNATURE = "signature"
 """Entry of the state with the signature of the configuration's file, by the user who ran it (`embodied_rl.trust`)."""
-_SUM, _SUMS = "sha256", "files"
-"""Entries of the state: its own digest, and those of the other files. The card has none, because results are added to it later."""
 _ASIDE = ".tmp-old-"
 """Prefix of a checkpoint that is replaced; `find_last` sees it."""
 _OTHER = "Use another checkpoint."
@@ -122,8 +121,12 @@ class Checkpoint:
         return self.path / MODEL_FOLDER / self.place
 
     def weights_sha256(self) -> str:
-        """Digest that identifies the weights, in whatever files they are (reads these files)."""
-        return weights_sha256(self.path, self.exported)
+        """Digest that identifies the weights (reads their files): that of their file; for several, of their names and digests."""
+        files = {f"{MODEL_FOLDER}/{file}" for file, _ in self.exported.values()}
+        if not files or (self.path / POLICY_FILE).is_file():
+            files.add(POLICY_FILE)
+        sums = {file: sha256_of(self.path / file) for file in sorted(files)}
+        return next(iter(sums.values())) if len(sums) == 1 else hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
     @property
     def sharded(self) -> Path | None:
@@ -227,10 +230,11 @@ def _give_up(temporary: Path | None, parts: Callable[[], Path] | None) -> None:
 
 
 def _write_state(folder: Path, document: dict[str, Any]) -> None:
-    """Write the last file, with the digests of all others; then flush everything."""
+    """Write the last file, with its own digest and those of all others except the card, to which results are added later; then flush
+    everything."""
     written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD_FILE]
-    document |= {_SUMS: sums_of(folder, written)}
-    document |= {_SUM: sum_of_document(document, _SUM)}
+    document |= {"files": sums_of(folder, written)}
+    document |= {"sha256": sum_of_document(document)}
     (folder / STATE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     for file in folder.rglob("*"):
         fsync(file)
@@ -276,9 +280,8 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     document = _read_state(folder)
     _verify(folder, document, with_learner)
     exported = read_exported(document.get("exported", {}), folder / STATE_FILE)
-    way_out = _way_out(folder)
-    policy = read_policy(folder, exported, way_out)
-    learner = read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
+    policy = read_policy(folder, exported)
+    learner = read_tensors(folder / LEARNER_FILE) if with_learner else {}
     try:
         parts: dict[str, Any] = {
             "step": int(document["step"]),
@@ -291,9 +294,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
             "exported": exported,
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint '{folder}': {STATE_FILE} has a missing or wrong entry ({brief(repr(error))}). {_OTHER}"
-        ) from error
+        raise _damaged(folder / STATE_FILE, f"it has a missing or wrong entry, {error!r}") from error
     file = folder / CONFIG_FILE
     trusted = partial(require_trusted, file=file, what=CHECKPOINT, signature=document.get(_SIGNATURE), trust=trust, replaced=replaced)
     config = _read_config(file, trusted)
@@ -366,7 +367,7 @@ def _fresh_temporary(root: Path) -> Path:
 def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
     """Check the files that will be read against their digests. Checkpoints older than digests pass, as do parts of ranks: their index,
     which is checked here, has its own digests."""
-    sums: FileSums = document.get(_SUMS, {})
+    sums: FileSums = document.get("files", {})
     for name, expected in sums.items():
         read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
         path = folder / name
@@ -377,11 +378,16 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
             continue
         if name == CONFIG_FILE:
             _read_config(path)  # an edited configuration may raise a clearer error
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {fault}. {_way_out(folder)}")
+        raise _damaged(path, fault)
 
 
-def _way_out(folder: Path) -> str:
-    """Advice for a damaged checkpoint."""
+def _damaged(path: Path, why: object) -> IncompatibleCheckpointError:
+    """The error of a checkpoint's file that is not what was written, with a way out."""
+    return IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {brief(why)}. {_way_out(path)}")
+
+
+def _way_out(path: Path) -> str:
+    folder = next((parent for parent in path.parents if (parent / STATE_FILE).exists()), path.parent)
     others = [other for other in _by_age(folder.parent) if other.resolve() != folder.resolve()]
     if not others:
         return "The run has no other checkpoint: train again, or put the file back."
@@ -393,7 +399,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         document = parse_json(read_regular(path))
     except (ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is not valid JSON ({brief(error)}). {_way_out(folder)}") from error
+        raise _damaged(path, error) from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version not in _READ_VERSIONS:
         writer = document.get("package_version", "unknown") if isinstance(document, dict) else "unknown"
@@ -401,18 +407,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"Checkpoint '{folder}' has format version {brief(version, 20)} (written by embodied_rl {brief(writer, 20)}); "
             f"embodied_rl {__version__} reads versions 1 to {FORMAT_VERSION}. Install the version that wrote it, or train again."
         )
-    if _SUM in document and sum_of_document(document, _SUM) != document[_SUM]:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint file '{path}' is damaged: its content has changed since it was written (SHA-256 differs). {_way_out(folder)}"
-        )
-    if not _are_sums(document.get(_SUMS, {})):
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: '{_SUMS}' has no checksums. {_way_out(folder)}")
+    try:
+        check_sums(document)
+    except ValueError as error:
+        raise _damaged(path, error) from error
     return dict(document)
-
-
-def _are_sums(found: object) -> bool:
-    entries = found.values() if isinstance(found, dict) else [None]
-    return all(isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str) for entry in entries)
 
 
 def _read_config(path: Path, check: Callable[..., None] | None = None) -> TrainConfig:
@@ -651,30 +650,25 @@ def _first(names: list[str], limit: int = 3) -> str:
 # ---- tensors: the policy's are in ``policy.safetensors``, except those in a model folder with another tool's layout (`Exported`) --------
 
 
-def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str]]:
-    """{file in the checkpoint: {name in it: tensor of the state}} for a policy's tensors."""
-    files: dict[str, dict[str, str]] = {}
-    for name in names:
-        file, stored = exported.get(name, ("", name))
-        files.setdefault(f"{MODEL_FOLDER}/{file}" if file else POLICY_FILE, {}).setdefault(stored, name)
-    return files or {POLICY_FILE: {}}
-
-
 def write_policy(folder: Path, tensors: Mapping[str, Tensor], exported: Exported) -> None:
     """Write each tensor once, into the file that `exported` names or into ``policy.safetensors``. Raises OSError."""
-    for file, names in by_file(tensors, exported).items():
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        file, stored = exported.get(name, ("", name))
+        files.setdefault(f"{MODEL_FOLDER}/{file}" if file else POLICY_FILE, {}).setdefault(stored, tensor)
+    for file, named in (files or {POLICY_FILE: {}}).items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / file, {stored: tensors[name] for stored, name in names.items()})
+        write_tensors(folder / file, named)
 
 
-def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Tensor]:
+def read_policy(folder: Path, exported: Exported) -> dict[str, Tensor]:
     """The inverse of `write_policy`; without an `exported`, reads all of ``policy.safetensors``.
     Raises IncompatibleCheckpointError: a file is missing or damaged, or lacks a tensor."""
-    tensors = {} if exported and not (folder / POLICY_FILE).is_file() else read_tensors(folder / POLICY_FILE, way_out)
-    files = {file: read_tensors(folder / MODEL_FOLDER / file, way_out) for file in sorted({file for file, _ in exported.values()})}
+    tensors = {} if exported and not (folder / POLICY_FILE).is_file() else read_tensors(folder / POLICY_FILE)
+    files = {file: read_tensors(folder / MODEL_FOLDER / file) for file in sorted({file for file, _ in exported.values()})}
     for name, (file, stored) in exported.items():
         if stored not in files[file]:
-            raise IncompatibleCheckpointError(f"Checkpoint file '{folder / MODEL_FOLDER / file}' lacks the tensor '{stored}'. {way_out}")
+            raise _damaged(folder / MODEL_FOLDER / file, f"it lacks the tensor '{stored}'")
         tensors[name] = files[file][stored]
     return tensors
 
@@ -684,7 +678,7 @@ def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
     exported: dict[str, tuple[str, str]] = {}
     for name, place in document.items() if isinstance(document, dict) else [("", None)]:
         if not (isinstance(place, list) and len(place) == 2 and _is_model_file(place[0]) and isinstance(place[1], str)):
-            raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: a tensor of 'exported' has no valid model file.")
+            raise _damaged(path, "a tensor of 'exported' has no valid model file")
         exported[name] = (place[0], place[1])
     return exported
 
@@ -693,15 +687,6 @@ def _is_model_file(found: object) -> bool:
     *own, file = found.split("/") if isinstance(found, str) else [""]
     depth = len(own) - (own[-1:] == ["value_head"])
     return file in MODEL_FILES and depth <= 1 and all(part.isidentifier() for part in own)
-
-
-def weights_sha256(folder: Path, exported: Exported) -> str:
-    """Digest that identifies the weights: that of their file; for several files, of their names and digests."""
-    files = {POLICY_FILE} if not exported else {f"{MODEL_FOLDER}/{file}" for file, _ in exported.values()}
-    if exported and (folder / POLICY_FILE).is_file():
-        files.add(POLICY_FILE)
-    sums = {file: sha256_of(folder / file) for file in sorted(files)}
-    return next(iter(sums.values())) if len(sums) == 1 else hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -724,14 +709,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(f"{error}") from error
 
 
-def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
-    """Read a file. Raises IncompatibleCheckpointError, with the advice `way_out`."""
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file. Raises IncompatibleCheckpointError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.is_file():
-        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
+        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. {_OTHER}")
     try:
         return load_file(path)
     except (SafetensorError, ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged ({brief(error)}). {way_out}") from error
+        raise _damaged(path, error) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import io
 import json
 import os
 import platform
@@ -33,6 +32,7 @@ from embodied_rl.config import group_names, load_sim_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.progress import progress_bar
 from embodied_rl.types import StepBuffers
+from embodied_rl.video import write_mp4
 
 PROBE_TIMEOUT_S = 120.0
 """Generous, because first imports from a cold disk are slow. The probes run in parallel, and all take about 10 s on two cores."""
@@ -444,16 +444,10 @@ def describe_picture(picture: object) -> str:
 def _encode_video() -> str:
     import av
 
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=20)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for level in (0, 255):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), level, np.uint8), format="rgb24")))
-        container.mux(stream.encode(None))
-    file.seek(0)
-    with av.open(file, "r") as container:
-        means = [float(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_mp4(Path(folder, "two.mp4"), [np.full((64, 64, 3), level, np.uint8) for level in (0, 255)], 20)
+        with av.open(str(path)) as container:
+            means = [float(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
     if len(means) != 2 or means[0] > 20 or means[1] < 235:
         raise ArithmeticError(f"a black and a white frame came back with brightness {means}")
     return "encoded and decoded two H.264 frames"

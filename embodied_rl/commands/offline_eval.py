@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,7 @@ from embodied_rl.evaluation.output import labels
 from embodied_rl.files import finite, next_free, write_atomic
 from embodied_rl.progress import figure_table, progress_bar
 from embodied_rl.trust import trusted_names
-from embodied_rl.versions import machine, versions
+from embodied_rl.versions import provenance
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -188,10 +187,7 @@ def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str
         "recorded_with": recording.info.command,
         **study.to_dict(),
         "wall_clock_s": round(time.perf_counter() - started, 2),
-        "command": command,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "machine": machine(),
+        **provenance(command),
     }
     write_atomic(folder / DOCUMENT_FILE, json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
     write_offline_report(folder / REPORT_FILE, study, recording, document)

@@ -20,7 +20,7 @@ from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.planning.model import Plan, candidates, plan
 from embodied_rl.progress import figure_table, progress_bar, wrapped_lines
 from embodied_rl.reading import yaml_text
-from embodied_rl.versions import versions
+from embodied_rl.versions import provenance
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -171,8 +171,7 @@ def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measure
         "best": found.best.to_dict(),
         "placements": [outlook.to_dict() for outlook in found.outlooks],
         "refused": [{"kind": kind, "reason": reason} for kind, reason in found.refused.items()],
-        "command": command,
-        "versions": versions(),
+        **provenance(command),
     }
 
 

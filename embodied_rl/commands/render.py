@@ -115,20 +115,18 @@ def render_videos(
         generation = dataclasses.replace(checkpoint.config.generation, backend="tokens_torch")
         checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, generation=generation))
     film = Film(num_episodes=num_episodes, size=size, fps=fps, seed=seed, formats=tuple(formats))
-    return film_players([(checkpoint, policy)], output, film, sim=sim, with_dialogues=True)
+    return film_players([(checkpoint, policy)], output, film, sim=sim)
 
 
-def film_players(
-    players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None, with_dialogues: bool = False
-) -> list[Path]:
-    """Film the same held-out seeds with one policy or two and write one video per format; earlier videos stay, new ones get a number.
+def film_players(players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None) -> list[Path]:
+    """Film the same held-out seeds with one policy or two and write one video per format; earlier videos stay, new ones get a number. For
+    language agents, also write their prompts and answers as pages.
 
     For two policies, the first one's results select the seeds.
 
     Args:
         players: (checkpoint, "checkpoint" or "random"), one or two; policies act with their mode.
         sim: another simulator configuration; None: the first checkpoint's.
-        with_dialogues: for language agents, also write their prompts and answers as pages.
 
     Returns the files, in the order of `film.formats`; then the pages.
 
@@ -149,8 +147,7 @@ def film_players(
             "each renderer and names the packages to install."
         ) from error
     base = output / _name(players, spec, film)
-    paths = write_videos(_pictures(rows, spec, film, film.cameras), base, film)
-    return [*paths, *_write_dialogues(players, rows, base)] if with_dialogues else paths
+    return [*write_videos(_pictures(rows, spec, film, film.cameras), base, film), *_write_dialogues(players, rows, base)]
 
 
 def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[Row], base: Path) -> list[Path]:
@@ -376,7 +373,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
         if len({(player.path, policy) for player, policy in players}) == 1:
             raise UserError(f"against={values['against']} is the same policy; give another one.")
     output = _writable(values["output"], checkpoint.run_dir / "videos" / (values["domain"] or ""))
-    paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
+    paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides))
     if logs:
         log_videos(checkpoint, paths, logs)
     return paths

@@ -31,7 +31,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.text.program import is_program
 from embodied_rl.trust import RECORDING, require_trusted, trusted_names
-from embodied_rl.versions import machine, versions
+from embodied_rl.versions import provenance
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -190,9 +190,7 @@ def document_of(report: ReplayReport, command: str) -> dict[str, Any]:
         "max_drift": max(episode.max_drift for episode in report.episodes),
         "rendered": None if report.rendered is None else str(report.rendered),
         "wall_clock_s": round(report.wall_clock_s, 2),
-        "command": command,
-        "versions": versions(),
-        "machine": machine(),
+        **provenance(command),
         "episodes": [_episode_document(episode) for episode in report.episodes],
     }
 

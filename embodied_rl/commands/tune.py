@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.bounds import PlayedEpisodes, Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, loading
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
+from embodied_rl.loggers import Logger
 from embodied_rl.progress import Advance, clock_text, number_text, progress_bar, run_clock, screen_lines, spoke
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
 
     from embodied_rl.config import TrainConfig
-    from embodied_rl.loggers import Logger
 
 Value = str | int | float | bool
 
@@ -224,35 +224,32 @@ def _run(trial: Trial, name: str, words: Sequence[str], run_dir: Path) -> dict[s
     config = dataclasses.replace(config, logger=logger)
     with progress_bar(name, config.total_steps) as advance:
         run = Run(
-            train(config, overrides=words, command=command_line("train", words), loggers=[_watcher(trial, config, advance)], tells=False)
+            train(config, overrides=words, command=command_line("train", words), loggers=[_Watcher(trial, config, advance)], tells=False)
         )
     return run.results if (run.path / "results.json").is_file() else None
 
 
-def _watcher(trial: Trial, config: TrainConfig, advance: Advance) -> Logger:
-    """Logger that reports interim evaluations to Optuna, and ends the run if Optuna prunes it."""
-    from embodied_rl.loggers import Logger
+class _Watcher(Logger):
+    """Reports interim evaluations to Optuna, and ends the run if Optuna prunes it."""
 
-    class Watcher(Logger):
-        def __init__(self) -> None:
-            self._step, self._note = 0, ""
+    def __init__(self, trial: Trial, config: TrainConfig, advance: Advance) -> None:
+        self._trial, self._total, self._advance = trial, config.total_steps, advance
+        self._step, self._note = 0, ""
 
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            success, mean_return = metrics.get("eval/success"), metrics.get("eval/return")
-            score = mean_return if success is None else success
-            if score is not None:
-                self._note = _score(success, score)
-            advance(min(step, config.total_steps) - self._step, self._note)
-            self._step = min(step, config.total_steps)
-            if score is not None:
-                trial.report(float(score), step)
-                if trial.should_prune():
-                    raise Pruned(f"{self._note} after {step:,} steps is below the median of earlier trials")
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        success, mean_return = metrics.get("eval/success"), metrics.get("eval/return")
+        score = mean_return if success is None else success
+        if score is not None:
+            self._note = _score(success, score)
+        self._advance(min(step, self._total) - self._step, self._note)
+        self._step = min(step, self._total)
+        if score is not None:
+            self._trial.report(float(score), step)
+            if self._trial.should_prune():
+                raise Pruned(f"{self._note} after {step:,} steps is below the median of earlier trials")
 
-        def close(self) -> None:
-            return
-
-    return Watcher()
+    def close(self) -> None:
+        return
 
 
 def _tell(study: Study, folder: Path, fixed: Sequence[str], finished: Sequence[Path]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,7 @@ from embodied_rl.progress import Advance, figure_table, number_text, progress_ba
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
 from embodied_rl.types import EpisodeSummary, SimSpec
-from embodied_rl.versions import machine, versions
+from embodied_rl.versions import provenance
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -306,8 +304,9 @@ def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def document_of(results: Sequence[EvaluationResult], command: str, folder: Path, *, against: bool) -> dict[str, Any]:
     """Contents of a file in `folder`. Of one policy, evaluation.json: figures, provenance and a row per episode. Of several,
     comparison.json: figures and episodes of every policy and, with `against`, comparisons with the last one."""
+    made = {**provenance(command), "sim": asdict(results[0].sim)}
     if len(results) == 1:
-        return {**_one(results[0], folder), **_provenance(results[0], command), "episodes": episode_rows(results[0].episodes)}
+        return {**_one(results[0], folder), **made, "episodes": episode_rows(results[0].episodes)}
     evaluations = [{"label": result.player.label, **_one(result, folder), "episodes": episode_rows(result.episodes)} for result in results]
     comparisons: list[dict[str, Any]] = []
     if against:
@@ -316,7 +315,7 @@ def document_of(results: Sequence[EvaluationResult], command: str, folder: Path,
             comparisons.append({"policy": result.player.label, "against": last, **comparison.to_dict(), "p_values_holm": adjusted})
     return {
         "task": results[0].spec.task,
-        **_provenance(results[0], command),
+        **made,
         "wall_clock_s": round(sum(result.wall_clock_s for result in results), 2),
         "evaluations": evaluations,
         "comparisons": comparisons,
@@ -372,16 +371,6 @@ def _one(result: EvaluationResult, folder: Path) -> dict[str, Any]:
         **result.figures.to_dict(),
         **task_figures(result.episodes, result.spec.reports_success),
         "wall_clock_s": round(result.wall_clock_s, 2),
-    }
-
-
-def _provenance(result: EvaluationResult, command: str) -> dict[str, Any]:
-    return {
-        "command": command,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sim": dataclasses.asdict(result.sim),
-        "versions": versions(),
-        "machine": machine(),
     }
 
 

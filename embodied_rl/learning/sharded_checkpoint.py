@@ -30,7 +30,17 @@ from torch import Tensor
 from torch import distributed as dist
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
-from embodied_rl.files import cannot_write, fault_of, fsync, replace_folder, reset_mode, sha256_of, sum_of_document, write_atomic
+from embodied_rl.files import (
+    cannot_write,
+    check_sums,
+    fault_of,
+    fsync,
+    replace_folder,
+    reset_mode,
+    sha256_of,
+    sum_of_document,
+    write_atomic,
+)
 from embodied_rl.learning import fsdp
 from embodied_rl.policies.model_folder import torch_dtype
 from embodied_rl.reading import parse_json, read_regular
@@ -153,23 +163,17 @@ def read_index(folder: Path | str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise IncompatibleCheckpointError(f"'{folder}' is not a sharded checkpoint: {INDEX_FILE} is missing.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, brief(error)) from error
+        raise _damaged(path, error) from error
     if version != FORMAT_VERSION:
         what = f"Checkpoint '{folder}' has format version {brief(version, 20)}"
         raise IncompatibleCheckpointError(f"{what}; this program reads {FORMAT_VERSION}.")
     try:
-        if "sha256" in index and sum_of_document(index, "sha256") != index["sha256"]:
-            raise ValueError("its content has changed since it was written (SHA-256 differs)")
-        for expected in index["files"].values():
-            if type(expected["bytes"]) is not int or not isinstance(expected["sha256"], str):
-                raise ValueError("a file has no size and SHA-256")
+        check_sums(index)
         for name, entry in index["tensors"].items():
             _check_parts(name, entry, index["files"])
         dict(index["metadata"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(
-            path, brief(error) if isinstance(error, ValueError) else f"it has a missing or wrong entry, {brief(repr(error), 80)}"
-        ) from error
+        raise _damaged(path, error if isinstance(error, ValueError) else f"it has a missing or wrong entry, {error!r}") from error
     return index
 
 
@@ -190,8 +194,8 @@ def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) 
         raise ValueError(f"tensor {name!r:.60} needs more bytes than its files have")
 
 
-def _damaged(path: Path, what: str) -> IncompatibleCheckpointError:
-    return IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged ({what}). Use another checkpoint.")
+def _damaged(path: Path, why: object) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {brief(why)}. Use another checkpoint.")
 
 
 # ---- inside -------------------------------------------------------------------------------------------------------------
@@ -276,7 +280,7 @@ def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: d
         "tensors": {name: {**entry, "parts": places[name]} for name, entry in description.items()},
     }
     index = json.loads(json.dumps(index))
-    write_atomic(partial / INDEX_FILE, json.dumps({**index, "sha256": sum_of_document(index, "sha256")}, indent=1))
+    write_atomic(partial / INDEX_FILE, json.dumps({**index, "sha256": sum_of_document(index)}, indent=1))
     replace_folder(partial, final)
 
 
@@ -301,7 +305,7 @@ def _fill(folder: Path, index: dict[str, Any], name: str, local: Tensor, start: 
             if found.shape != view.shape:
                 raise ValueError(f"'{brief(name, 60)}' has the shape {brief(list(found.shape), 60)}")
         except (SafetensorError, OSError, RuntimeError, ValueError, IndexError) as error:
-            raise _damaged(path, brief(error)) from error
+            raise _damaged(path, error) from error
         view.copy_(found)
         missing -= view.numel()
     if missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SUCCESS_ENDS = "Success ends an episode here. A better policy has shorter episodes, so its return may fall while it improves."
 """Caption below return and length if success ends an episode."""
@@ -14,10 +14,10 @@ SUCCESS_ENDS = "Success ends an episode here. A better policy has shorter episod
 class Meaning:
     """Meaning of one metric, or of all metrics with a common prefix."""
 
-    label: str
-    """Label on the console and above charts; empty: the metric's own name."""
     text: str
     """One sentence; empty if unknown (a user's own metric)."""
+    label: str = ""
+    """Label on the console and above charts; empty: the metric's own name."""
     alias: str = ""
     """Name of the same figure in stable-baselines3's logs."""
 
@@ -27,101 +27,98 @@ REWARD_PER_STEP = "episode/reward_per_step"
 
 MEANINGS = {
     "episode/success": Meaning(
-        "success", "Share of the last 100 training episodes with success at any step; actions are sampled.", "rollout/success_rate"
+        "Share of the last 100 training episodes with success at any step; actions are sampled.", "success", "rollout/success_rate"
     ),
-    "episode/return": Meaning("return", "Mean sum of rewards over the last 100 training episodes.", "rollout/ep_rew_mean"),
+    "episode/return": Meaning("Mean sum of rewards over the last 100 training episodes.", "return", "rollout/ep_rew_mean"),
     REWARD_PER_STEP: Meaning(
-        "reward per step", "Return divided by length over the last 100 training episodes; comparable between short and long episodes."
+        "Return divided by length over the last 100 training episodes; comparable between short and long episodes.", "reward per step"
     ),
-    "episode/length": Meaning("length", "Mean number of steps of the last 100 training episodes.", "rollout/ep_len_mean"),
+    "episode/length": Meaning("Mean number of steps of the last 100 training episodes.", "length", "rollout/ep_len_mean"),
     "eval/success": Meaning(
-        "interim success",
         "Interim evaluation: share of episodes with success on held-out seeds that neither training nor the final evaluation uses.",
+        "interim success",
         "eval/success_rate",
     ),
     "eval/return": Meaning(
-        "interim return", "Interim evaluation: mean return on the same held-out seeds as the interim success.", "eval/mean_reward"
+        "Interim evaluation: mean return on the same held-out seeds as the interim success.", "interim return", "eval/mean_reward"
     ),
-    "speed/steps_per_s": Meaning("steps/s", "Environment steps per second of the iteration, training time included.", "time/fps"),
-    "speed/wall_clock_s": Meaning("wall clock", "Seconds since the command, start-up and evaluations included.", "time/time_elapsed"),
-    "time/simulate_s": Meaning("simulate", "Seconds of the iteration spent waiting for simulators."),
-    "time/act_s": Meaning("act", "Seconds of the iteration spent computing actions."),
-    "time/update_s": Meaning("update", "Seconds of the iteration spent on the update and on everything else."),
-    "train/loss": Meaning("", "The loss that the optimizer minimises.", "train/loss"),
+    "speed/steps_per_s": Meaning("Environment steps per second of the iteration, training time included.", "steps/s", "time/fps"),
+    "speed/wall_clock_s": Meaning("Seconds since the command, start-up and evaluations included.", "wall clock", "time/time_elapsed"),
+    "time/simulate_s": Meaning("Seconds of the iteration spent waiting for simulators.", "simulate"),
+    "time/act_s": Meaning("Seconds of the iteration spent computing actions.", "act"),
+    "time/update_s": Meaning("Seconds of the iteration spent on the update and on everything else.", "update"),
+    "train/loss": Meaning("The loss that the optimizer minimises.", alias="train/loss"),
     "train/policy_loss": Meaning(
-        "", "The policy's part of the loss. It is near zero and noisy by design, and need not fall.", "train/policy_gradient_loss"
+        "The policy's part of the loss. It is near zero and noisy by design, and need not fall.", alias="train/policy_gradient_loss"
     ),
-    "train/value_loss": Meaning("", "Squared error of the predicted returns.", "train/value_loss"),
-    "train/entropy": Meaning("", "Randomness of the sampled actions; it falls as the policy becomes more certain."),
-    "train/approx_kl": Meaning("", "How far an update moves the policy; 0.01 to 0.05 is typical of PPO.", "train/approx_kl"),
-    "train/behaviour_kl": Meaning("", "Distance of the policy from the policy that acted."),
-    "train/kl": Meaning("", "Distance of the policy from the reference model, per token or step."),
-    "train/clip_fraction": Meaning("", "Share of samples whose ratio was outside the clip range.", "train/clip_fraction"),
-    "train/grad_norm": Meaning("", "Norm of the gradient before clipping."),
+    "train/value_loss": Meaning("Squared error of the predicted returns.", alias="train/value_loss"),
+    "train/entropy": Meaning("Randomness of the sampled actions; it falls as the policy becomes more certain."),
+    "train/approx_kl": Meaning("How far an update moves the policy; 0.01 to 0.05 is typical of PPO.", alias="train/approx_kl"),
+    "train/behaviour_kl": Meaning("Distance of the policy from the policy that acted."),
+    "train/kl": Meaning("Distance of the policy from the reference model, per token or step."),
+    "train/clip_fraction": Meaning("Share of samples whose ratio was outside the clip range.", alias="train/clip_fraction"),
+    "train/grad_norm": Meaning("Norm of the gradient before clipping."),
     "train/explained_variance": Meaning(
-        "",
         "Share of the returns' variance that the critic explains: 1 all, 0 nothing, below 0 worse than their mean.",
-        "train/explained_variance",
+        alias="train/explained_variance",
     ),
-    "train/epochs_done": Meaning("", "Passes over the data of the iteration; fewer than num_epochs if the KL limit stopped them."),
-    "train/learning_rate": Meaning("", "Current learning rate of the optimizer.", "train/learning_rate"),
-    "train/weight_mean": Meaning(
-        "", "Mean weight of samples: for the policy that acted (1 means no difference), or by advantage (iql, awac)."
-    ),
-    "train/weight_bounded_fraction": Meaning("", "Share of these weights at their bound."),
-    "train/chunk_rejected_fraction": Meaning("", "Share of action chunks rejected because the policy has moved too far from them."),
+    "train/epochs_done": Meaning("Passes over the data of the iteration; fewer than num_epochs if the KL limit stopped them."),
+    "train/learning_rate": Meaning("Current learning rate of the optimizer.", alias="train/learning_rate"),
+    "train/weight_mean": Meaning("Mean weight of samples: for the policy that acted (1 means no difference), or by advantage (iql, awac)."),
+    "train/weight_bounded_fraction": Meaning("Share of these weights at their bound."),
+    "train/chunk_rejected_fraction": Meaning("Share of action chunks rejected because the policy has moved too far from them."),
     "train/log_prob_difference": Meaning(
-        "", "Mean absolute difference between the generator's and the trainer's log-probabilities; it should be near 0."
+        "Mean absolute difference between the generator's and the trainer's log-probabilities; it should be near 0."
     ),
-    "train/validation_loss": Meaning("", "Cloning loss on validation episodes; cloning ends when it rises."),
-    "train/imitation_loss": Meaning("", "Cloning loss of the expert's actions; lower is closer to the expert."),
-    "train/critic_loss": Meaning("", "Squared error of the critics against their targets.", "train/critic_loss"),
-    "train/advantage_mean": Meaning("", "Mean advantage: how much better actions were than expected."),
-    "train/value_mean": Meaning("", "Mean of the predicted returns."),
-    "train/q_mean": Meaning("", "Mean of the critics' predicted returns."),
-    "train/q_spread": Meaning("", "Disagreement of the critics; large where data is scarce."),
-    "train/kl_coef": Meaning("", "Weight of the KL term after the update."),
-    "train/kl_penalty": Meaning("", "Mean penalty for the distance from the reference model that was taken from the rewards."),
-    "train/rejected_fraction": Meaning("", "Share of samples rejected because the policy is too far from the one that acted."),
-    "train/entropy_coef": Meaning("", "Current weight of the entropy in the targets of critics and policy."),
+    "train/validation_loss": Meaning("Cloning loss on validation episodes; cloning ends when it rises."),
+    "train/imitation_loss": Meaning("Cloning loss of the expert's actions; lower is closer to the expert."),
+    "train/critic_loss": Meaning("Squared error of the critics against their targets.", alias="train/critic_loss"),
+    "train/advantage_mean": Meaning("Mean advantage: how much better actions were than expected."),
+    "train/value_mean": Meaning("Mean of the predicted returns."),
+    "train/q_mean": Meaning("Mean of the critics' predicted returns."),
+    "train/q_spread": Meaning("Disagreement of the critics; large where data is scarce."),
+    "train/kl_coef": Meaning("Weight of the KL term after the update."),
+    "train/kl_penalty": Meaning("Mean penalty for the distance from the reference model that was taken from the rewards."),
+    "train/rejected_fraction": Meaning("Share of samples rejected because the policy is too far from the one that acted."),
+    "train/entropy_coef": Meaning("Current weight of the entropy in the targets of critics and policy."),
     "train/validation_mae": Meaning(
-        "", "Mean distance of the policy's mode from the actions of validation episodes, in halves of their range."
+        "Mean distance of the policy's mode from the actions of validation episodes, in halves of their range."
     ),
-    "train/validation_accuracy": Meaning("", "Share of the actions of validation episodes that the policy's mode equals."),
-    "train/grad_norm_critics": Meaning("", "Norm of the critics' gradient before clipping."),
-    "train/grad_norm_policy": Meaning("", "Norm of the policy's gradient before clipping."),
-    "train/minibatches": Meaning("", "Gradient steps of the iteration."),
-    "train/tokens": Meaning("", "Sampled tokens that the iteration learned from."),
-    "train/updates": Meaning("", "Critics' gradient steps of the whole run."),
-    "warm_start/success_before": Meaning("success before cloning", "Share of held-out episodes with success before the warm start."),
+    "train/validation_accuracy": Meaning("Share of the actions of validation episodes that the policy's mode equals."),
+    "train/grad_norm_critics": Meaning("Norm of the critics' gradient before clipping."),
+    "train/grad_norm_policy": Meaning("Norm of the policy's gradient before clipping."),
+    "train/minibatches": Meaning("Gradient steps of the iteration."),
+    "train/tokens": Meaning("Sampled tokens that the iteration learned from."),
+    "train/updates": Meaning("Critics' gradient steps of the whole run."),
+    "warm_start/success_before": Meaning("Share of held-out episodes with success before the warm start.", "success before cloning"),
     "warm_start/success_after": Meaning(
-        "success after cloning", "Share of the same episodes with success after cloning, before reinforcement learning."
+        "Share of the same episodes with success after cloning, before reinforcement learning.", "success after cloning"
     ),
-    "warm_start/loss": Meaning("cloning loss", "Cloning loss after the warm start."),
-    "warm_start/episodes": Meaning("expert episodes", "Number of cloned expert episodes, all successful."),
-    "warm_start/steps": Meaning("expert steps", "Number of steps of the cloned episodes."),
-    "warm_start/turns": Meaning("expert turns", "Answers of the cloned episodes."),
-    "groups/consumed": Meaning("", "Groups of episodes that were trained on."),
-    "groups/filtered": Meaning("", "Groups that the filters removed, for example because all their episodes had equal returns."),
-    "groups/stale": Meaning("", "Groups dropped because their weights were too old."),
-    "groups/failed": Meaning("", "Groups dropped because a simulator failed."),
-    "groups/in_flight": Meaning("", "Groups with episodes still being played."),
-    "groups/": Meaning("", "Counts of groups (episodes from the same initial state) by outcome."),
-    "agent/turns": Meaning("", "Number of the iteration's answers."),
-    "agent/": Meaning("", "Statistics of the language agent: shares of its answers, and means per answer or program."),
-    "tools/": Meaning("", "Counts of the agent's tool calls and their outcomes."),
-    "reward_worker/": Meaning("", "Episodes that the reward worker scored, and their waiting times."),
-    "rollout/": Meaning("", "Age of the played steps when they are learned from, in versions of the weights."),
-    "domains/": Meaning("", "Figures of one domain: of each batch's episodes, of its agent, starts and stored steps."),
-    "players/": Meaning("", "Figures of the episodes of one of several players."),
-    "sim/faults": Meaning("", "Simulator workers that failed and were replaced."),
-    "sim/episodes_given_up": Meaning("", "Episodes lost to failing simulators."),
-    "data/": Meaning("", "Recorded and fresh steps used for training."),
-    "initialized/": Meaning("", "Episodes that start inside recorded ones."),
-    "residency/": Meaning("", "Bytes of weights and simulators on and off the device, and the time to move them."),
-    "roles/": Meaning("", "Times of playing, scoring and publishing, by process."),
-    "multiplex/": Meaning("", "How simulators of several kinds share the slots."),
-    "utilisation/": Meaning("", "Shares of time that devices worked or waited."),
+    "warm_start/loss": Meaning("Cloning loss after the warm start.", "cloning loss"),
+    "warm_start/episodes": Meaning("Number of cloned expert episodes, all successful.", "expert episodes"),
+    "warm_start/steps": Meaning("Number of steps of the cloned episodes.", "expert steps"),
+    "warm_start/turns": Meaning("Answers of the cloned episodes.", "expert turns"),
+    "groups/consumed": Meaning("Groups of episodes that were trained on."),
+    "groups/filtered": Meaning("Groups that the filters removed, for example because all their episodes had equal returns."),
+    "groups/stale": Meaning("Groups dropped because their weights were too old."),
+    "groups/failed": Meaning("Groups dropped because a simulator failed."),
+    "groups/in_flight": Meaning("Groups with episodes still being played."),
+    "groups/": Meaning("Counts of groups (episodes from the same initial state) by outcome."),
+    "agent/turns": Meaning("Number of the iteration's answers."),
+    "agent/": Meaning("Statistics of the language agent: shares of its answers, and means per answer or program."),
+    "tools/": Meaning("Counts of the agent's tool calls and their outcomes."),
+    "reward_worker/": Meaning("Episodes that the reward worker scored, and their waiting times."),
+    "rollout/": Meaning("Age of the played steps when they are learned from, in versions of the weights."),
+    "domains/": Meaning("Figures of one domain: of each batch's episodes, of its agent, starts and stored steps."),
+    "players/": Meaning("Figures of the episodes of one of several players."),
+    "sim/faults": Meaning("Simulator workers that failed and were replaced."),
+    "sim/episodes_given_up": Meaning("Episodes lost to failing simulators."),
+    "data/": Meaning("Recorded and fresh steps used for training."),
+    "initialized/": Meaning("Episodes that start inside recorded ones."),
+    "residency/": Meaning("Bytes of weights and simulators on and off the device, and the time to move them."),
+    "roles/": Meaning("Times of playing, scoring and publishing, by process."),
+    "multiplex/": Meaning("How simulators of several kinds share the slots."),
+    "utilisation/": Meaning("Shares of time that devices worked or waited."),
 }
 """{metric, or prefix of metrics up to a slash: its meaning}"""
 
@@ -202,8 +199,8 @@ def explain_text(width: int) -> str:
 def meaning_of(name: str) -> Meaning:
     """Meaning of a metric; its text is empty if unknown. For several domains' metrics (``train/robot/entropy``): that of the last part."""
     group, _, rest = name.partition("/")
-    found = MEANINGS.get(name) or MEANINGS.get(f"{group}/{rest.rpartition('/')[2]}") or MEANINGS.get(f"{group}/") or Meaning("", "")
-    return found if found.label and name in MEANINGS else Meaning(rest.removesuffix("_s").replace("_", " "), found.text, found.alias)
+    found = MEANINGS.get(name) or MEANINGS.get(f"{group}/{rest.rpartition('/')[2]}") or MEANINGS.get(f"{group}/") or Meaning("")
+    return found if found.label and name in MEANINGS else replace(found, label=rest.removesuffix("_s").replace("_", " "))
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -116,7 +116,7 @@ def _read_forged_checkpoint(folder: Path) -> Content:
             written = [path for path in state.parent.rglob("*") if path.is_file() and path.name not in ("state.json", "MODEL_CARD.md")]
             if isinstance(document.get("files"), dict):
                 document["files"] |= sums_of(state.parent, written)
-            document["sha256"] = sum_of_document(document, "sha256")
+            document["sha256"] = sum_of_document(document)
             state.write_text(json.dumps(document))
     return read_checkpoint(folder)
 
@@ -127,7 +127,7 @@ def _read_forged_parts(folder: Path) -> Content:
         for name in index["files"]:
             if (folder / name).is_file():
                 index["files"][name] = sums_of(folder, [folder / name])[name]
-        index["sha256"] = sum_of_document(index, "sha256")
+        index["sha256"] = sum_of_document(index)
         (folder / "index.json").write_text(json.dumps(index))
     return read_parts(folder)
 

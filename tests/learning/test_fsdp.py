@@ -163,7 +163,7 @@ def test_damaged_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
         (("tensors", "a", "parts", 0, "file"), "../elsewhere", "a file that is not listed"),
         (("tensors", "a", "parts", 0, "size"), [2], "has no shape, type and parts"),
         (("tensors", "a", "parts"), None, "has a missing or wrong entry"),
-        (("files", "rank_00000.safetensors"), {}, "has a missing or wrong entry"),
+        (("files", "rank_00000.safetensors"), {}, "'files' has no checksums"),
     ],
 )
 def test_an_index_that_cannot_be_is_one_line_before_memory_is_taken(tmp_path: Path, place: Any, value: Any, message: str) -> None:

@@ -113,7 +113,7 @@ def test_our_own_loader_reads_that_folder(whole: Path, tmp_path: Path) -> None:
         shutil.copytree(checkpoint.path, forged)
         document = json.loads((forged / "state.json").read_text())
         document["exported"]["model.lm_head.weight"] = entry
-        (forged / "state.json").write_text(json.dumps(document | {"sha256": sum_of_document(document, "sha256")}))
+        (forged / "state.json").write_text(json.dumps(document | {"sha256": sum_of_document(document)}))
         with pytest.raises(IncompatibleCheckpointError, match=r"has no valid model file|lacks the tensor 'nothing'"):
             load_checkpoint(forged)
         shutil.rmtree(forged)
@@ -131,7 +131,7 @@ def test_checkpoints_of_before_still_load(whole: Path, tmp_path: Path) -> None:
     del document["exported"]
     files = [path for path in old.rglob("*") if path.is_file() and path.name not in ("state.json", "MODEL_CARD.md")]
     document |= {"format_version": 1, "files": sums_of(old, files)}
-    (old / "state.json").write_text(json.dumps(document | {"sha256": sum_of_document(document, "sha256")}))
+    (old / "state.json").write_text(json.dumps(document | {"sha256": sum_of_document(document)}))
     found = load_checkpoint(old)
     assert found.policy.keys() == checkpoint.policy.keys()
     one, other = evaluate_checkpoint(checkpoint, 4, seed=3), evaluate_checkpoint(found, 4, seed=3)

@@ -137,7 +137,7 @@ def test_a_state_that_names_other_files_is_refused(whole: Path, tmp_path: Path, 
     shutil.copytree(load_checkpoint(whole).path, forged)
     document = json.loads((forged / "state.json").read_text())
     document["exported"]["roles.sums.model.lm_head.weight"] = [place, "lm_head.weight"]
-    (forged / "state.json").write_text(json.dumps(document | {"sha256": sum_of_document(document, "sha256")}))
+    (forged / "state.json").write_text(json.dumps(document | {"sha256": sum_of_document(document)}))
     with pytest.raises(IncompatibleCheckpointError, match="has no valid model file"):
         load_checkpoint(forged)
 

@@ -75,7 +75,7 @@ def forge(checkpoint: Path, changes: Mapping[str, Any], *, signature: Callable[[
     state["signature"] = signature(state.get("signature"))
     if state["signature"] is None:
         del state["signature"]
-    state["sha256"] = sum_of_document(state, "sha256")
+    state["sha256"] = sum_of_document(state)
     (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
     return checkpoint
 
