@@ -138,8 +138,6 @@ def place_workers(
     num_workers: int, policy: PlacementPolicy = "auto", gpus: Sequence[int] = (0,), root: Path = Path("/")
 ) -> list[Placement]:
     """Read the machine and plan. Reads only what the policy needs: no driver on a machine with one node."""
-    if policy == "none":
-        return [Placement(worker) for worker in range(num_workers)]
     topology = Topology.read(root, with_gpus=policy == "near_gpu")
     if policy == "auto" and choose_policy(topology, cgroup_root=root / "sys/fs/cgroup") != "none":
         topology = Topology.read(root)
@@ -278,7 +276,14 @@ def apply_placement(cores: Sequence[int], memory_nodes: Sequence[int]) -> dict[s
     Returns what the kernel reports: ``cores`` that the process may run on (empty if the system does not say), ``memory_policy`` as
     `set_memory_policy` does, and ``problems``, a sentence for each request that the kernel did not fulfil.
     """
-    problems = _pin(cores) if cores else []
+    problems = []
+    if cores and not hasattr(os, "sched_setaffinity"):
+        problems.append(f"{sys.platform} cannot pin processes")
+    elif cores:
+        try:
+            set_cores(os.getpid(), cores)
+        except OSError as error:
+            problems.append(f"cores {format_list(cores)} cannot be set: {error.strerror}")
     policy = set_memory_policy(memory_nodes)
     if memory_nodes and policy.startswith("unavailable"):
         problems.append(f"memory is not taken from node {format_list(memory_nodes)}: {policy}")
@@ -288,21 +293,13 @@ def apply_placement(cores: Sequence[int], memory_nodes: Sequence[int]) -> dict[s
     return {"cores": got, "memory_policy": policy, "problems": problems}
 
 
-def _pin(cores: Sequence[int]) -> list[str]:
-    """Restrict every thread of this process to `cores`; returns what went wrong."""
-    if not hasattr(os, "sched_setaffinity"):
-        return [f"{sys.platform} cannot pin processes"]
-    tasks = Path("/proc/self/task")
-    # sched_setaffinity(0) sets the calling thread only; others may exist already (a watchdog, a library's pool).
-    others = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []
-    try:
-        os.sched_setaffinity(0, cores)
-        for task in others:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(task, cores)
-    except OSError as error:
-        return [f"cores {format_list(cores)} cannot be set: {error.strerror}"]
-    return []
+def set_cores(pid: int, cores: Sequence[int]) -> None:
+    """Restrict every thread of a process to `cores`; the system's call sets one thread only. Raises OSError."""
+    os.sched_setaffinity(pid, cores)
+    tasks = Path(f"/proc/{pid}/task")
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(task.name), cores)
 
 
 def limit_threads(num_threads: int) -> None:

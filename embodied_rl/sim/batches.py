@@ -48,7 +48,7 @@ class SlotViews:
         self._state = state[self._rows].data if self._is_range else None
         self._whole_state = state
         runs = [slots] if isinstance(slots, range) else [range(slot, slot + 1) for slot in slots.tolist()]
-        self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]
+        self.mark = Marks(state, runs).write
         self.idle, self.all_ready = (bytes([mark]) * self._size for mark in (IDLE, READY))
         text = pool.spec.action.part
         self._text = VariableLengthBuffers("action", text, self._arrays) if isinstance(text, VariableSpec) else None
@@ -62,10 +62,6 @@ class SlotViews:
 
     def marks(self) -> bytes:
         return self._state.tobytes() if self._state is not None else self._whole_state[self._rows].tobytes()
-
-    def mark(self, mark: int) -> None:
-        for memory, index, values in self._words:
-            memory[index] = values[mark]
 
     def is_ready(self) -> bool:
         """Whether every slot has a step ready."""

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from embodied_rl.sim.affinity import available_cores, choose_policy, plan_placement
+from embodied_rl.sim.affinity import available_cores, choose_policy, plan_placement, set_cores
 from embodied_rl.sim.topology import Topology
 
 QUIET = 0.25
@@ -145,13 +145,15 @@ class CoreBinding:
     def bind(self, pids: Sequence[int]) -> None:
         """Bind each of these workers to its own cores."""
         for pid, placement in zip(pids, plan_placement(self._topology, len(pids), "spread"), strict=True):
-            _set_cores(pid, placement.cores)
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                set_cores(pid, placement.cores)
         self._bound = list(pids)
 
     def unbind(self) -> None:
         """Let the kernel move the workers again."""
         for pid in self._bound:
-            _set_cores(pid, self._topology.cores)
+            with contextlib.suppress(OSError):
+                set_cores(pid, self._topology.cores)
         self._bound = []
 
     def look(self, pids: Sequence[int]) -> None:
@@ -177,13 +179,6 @@ class CoreBinding:
         self.unbind()
         self._locks.release()
         self.released = True
-
-
-def _set_cores(pid: int, cores: Sequence[int]) -> None:
-    """Set the cores of every thread of a process; ignores threads that have ended."""
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            os.sched_setaffinity(int(task.name), cores)
 
 
 _since_import: list[OthersLoad] = []

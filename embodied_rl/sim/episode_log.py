@@ -73,25 +73,19 @@ class EpisodeLog:
     def __init__(self, num_slots: int, *, keep_actions: bool, max_messages: int = 200_000) -> None:
         """`max_messages`: longer episodes lose their beginning, and can then be resumed only from a snapshot."""
         self.num_slots, self.keep_actions, self._max_messages = num_slots, keep_actions, max_messages
-        self.streams = [SeedStream(EpisodeSeeds.training(0), 0, slot, num_slots) for slot in range(num_slots)]
-        self.index = np.zeros(num_slots, np.int64)
-        self.base: list[Mapping[str, Any] | None] = [None] * num_slots
-        self.prior: list[tuple[Any, ...]] = [()] * num_slots
-        """Earlier actions of episodes that came from a snapshot."""
-        self.options: list[Mapping[str, Any]] = [{}] * num_slots
-        self._start = np.zeros(num_slots, np.int64)
-        self._log: list[tuple[Sequence[int] | np.ndarray, Any]] = []
-        self._offset = 0
         self._trim_at = _TRIM_AT
+        self.begin_all(EpisodeSeeds.training(0), 0, {})
 
     def begin_all(self, seeds: EpisodeSeeds, seed_round: int, options: Mapping[str, Any]) -> None:
         """Record new episodes in all slots, counted from 0."""
-        self.streams = [SeedStream(seeds, seed_round, slot, self.num_slots) for slot in range(self.num_slots)]
-        self.index[:] = 0
-        self.base, self.prior, self.options = [None] * self.num_slots, [()] * self.num_slots, [options] * self.num_slots
-        self._log.clear()
-        self._offset = 0
-        self._start[:] = 0
+        num_slots = self.num_slots
+        self.streams = [SeedStream(seeds, seed_round, slot, num_slots) for slot in range(num_slots)]
+        self.index, self._start, self._offset = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64), 0
+        self.base: list[Mapping[str, Any] | None] = [None] * num_slots
+        self.prior: list[tuple[Any, ...]] = [()] * num_slots
+        """Earlier actions of episodes that came from a snapshot."""
+        self.options = [options] * num_slots
+        self._log: list[tuple[Sequence[int] | np.ndarray, Any]] = []
 
     def begin(self, slot: int, seed: int) -> None:
         """Record a new episode with a given seed in one slot."""

@@ -72,7 +72,7 @@ class _Part:
             self._successes = self.success.data.cast("B")
             self._no_flag = bytes(len(ids))
             self._rewards, self._no_reward = self.reward.data.cast("B"), bytes(self.reward.nbytes)
-            self.marks = Marks(runner.whole_state, runner.start + first, runner.start + last)
+            self.marks = Marks(runner.whole_state, [range(runner.start + first, runner.start + last)])
             self.action = runner.action[rows]
             self.floats = [part[rows].reshape(-1) for part in runner._floats]
             self.floats_rewarded = [self.reward, *self.floats]

@@ -283,24 +283,26 @@ _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX_SYSCALL is not None else Non
 
 
 class Marks:
-    """Writes one mark to a run of slots in single machine words.
+    """Writes one mark to runs of slots in single machine words.
 
     Copying four or eight bytes at once (a slice assignment, memcpy) may store the same bytes *twice*. A writer that is preempted between
     the two stores finishes after the other side has answered, and undoes the answer: a slot would be stepped twice, or a step that never
     happened would be received. An element of a memoryview is one store.
     """
 
-    def __init__(self, state: np.ndarray, start: int, stop: int) -> None:
-        """`state`: the slab's "slot_state", whose length is a multiple of 8; slots [start, stop)."""
+    def __init__(self, state: np.ndarray, runs: Iterable[range]) -> None:
+        """`state`: the slab's "slot_state", whose length is a multiple of 8; `runs`: slots."""
         whole = state.data.cast("B")
         views: dict[int, memoryview] = {8: whole.cast("Q"), 4: whole.cast("I"), 2: whole.cast("H"), 1: whole}
         self.words: list[tuple[memoryview, int, tuple[int, ...]]] = []
         """(memory, index, value for each mark) of every store."""
-        while start < stop:
-            size = next(size for size in (8, 4, 2, 1) if start % size == 0 and start + size <= stop)
-            values = tuple(int.from_bytes(bytes([mark]) * size, "little") for mark in range(ABORTED + 1))
-            self.words.append((views[size], start // size, values))
-            start += size
+        for run in runs:
+            start = run.start
+            while start < run.stop:
+                size = next(size for size in (8, 4, 2, 1) if start % size == 0 and start + size <= run.stop)
+                values = tuple(int.from_bytes(bytes([mark]) * size, "little") for mark in range(ABORTED + 1))
+                self.words.append((views[size], start // size, values))
+                start += size
 
     def write(self, mark: int) -> None:
         for view, index, values in self.words:

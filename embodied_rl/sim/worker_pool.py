@@ -148,9 +148,7 @@ class WorkerProcess:
             # The stack is written call by call, so the first read may be incomplete.
             while not self._output.read(before).endswith(_STACK_ENDS) and time.monotonic() < until:
                 time.sleep(0.005)
-        return SimFault(
-            FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:.4g} s while it should {doing}.\n{self._output_tail()}"
-        )
+        return self._fault(FaultKind.TIMED_OUT, f"No answer within {timeout_s:.4g} s while it should {doing}.")
 
     def release(self) -> None:
         """Tell the process that the manager has let go: it ends within about a second, whatever it is doing."""
@@ -213,7 +211,7 @@ class WorkerProcess:
             raise ChannelGarbled(f"a failure report without content ({error!r})") from None
 
     def _garbled(self, what: str, doing: str) -> SimFault:
-        return SimFault(FaultKind.GARBLED, self.index, f"While it should {doing}, it sent {what[:400]}.\n{self._output_tail()}")
+        return self._fault(FaultKind.GARBLED, f"While it should {doing}, it sent {what[:400]}.")
 
     def _death(self) -> SimFault:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -223,10 +221,11 @@ class WorkerProcess:
         how = f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {code}"
         if code is None:
             how = f"closed its connection, and still ran {_REAP_S:g} s later"
-        return SimFault(FaultKind.DIED, self.index, f"{how}\n{self._output_tail()}")
+        return self._fault(FaultKind.DIED, how)
 
-    def _output_tail(self) -> str:
-        return self._output.read(self._output.size() - _OUTPUT_TAIL_BYTES).decode(errors="replace")
+    def _fault(self, kind: FaultKind, what: str) -> SimFault:
+        """Fault with the end of the worker's output."""
+        return SimFault(kind, self.index, f"{what}\n{self._output.read(self._output.size() - _OUTPUT_TAIL_BYTES).decode(errors='replace')}")
 
 
 def no_answer(message: Mapping[str, Any], payload: bytes) -> None:

@@ -484,7 +484,7 @@ def test_marks_are_written_to_their_slots_alone(start: int, length: int) -> None
     from embodied_rl.sim.transport import ABORTED, READY, Marks
 
     state = np.full(32, 9, np.uint8)
-    marks = Marks(state, start, start + length)
+    marks = Marks(state, [range(start, start + length)])
     for mark in (READY, ABORTED, 0):
         marks.write(mark)
         assert state.tolist() == [9] * start + [mark] * length + [9] * (32 - start - length)
