@@ -158,30 +158,21 @@ class Topology:
         own = {core for each in self.nodes if each.index == node for core in each.cores}
         return tuple(core for core in self.physical_cores if own.issuperset(core))
 
-    def distance(self, start: int, end: int) -> int | None:
-        """Relative cost for cores of node `start` to reach memory of node `end`; None: not reported."""
-        return next((node.distances.get(end) for node in self.nodes if node.index == start), None)
-
     def nearest(self, start: int, choices: Sequence[int]) -> tuple[int, ...]:
         """`choices` from the nearest to `start` to the farthest; unknown distances come last, and ties in numerical order."""
-        costs = {node: self.distance(start, node) for node in choices}
-        return tuple(sorted(choices, key=lambda node: (node != start, costs[node] is None, costs[node], node)))
+        costs = next((node.distances for node in self.nodes if node.index == start), {})
+        return tuple(sorted(choices, key=lambda node: (node != start, node not in costs, costs.get(node), node)))
 
     @staticmethod
-    def read(root: Path = Path("/"), gpus: Sequence[Gpu] | None = None, visible: str | None = None, with_gpus: bool = True) -> Topology:
-        """Read the machine whose ``sys`` and ``proc`` lie below `root`.
+    def read(root: Path = Path("/"), *, with_gpus: bool = True) -> Topology:
+        """Read the machine whose ``sys`` and ``proc`` lie below `root`. `with_gpus`: False skips GPUs and calls no driver.
 
-        For this machine (`root` is "/") the cores come from `sched_getaffinity`, the GPUs from NVIDIA's driver, and `visible` from
-        ``CUDA_VISIBLE_DEVICES``. For another tree cores and GPUs come from its files only.
+        For this machine (`root` is "/") the cores come from `sched_getaffinity`, and the GPUs from NVIDIA's driver, as
+        ``CUDA_VISIBLE_DEVICES`` selects them. For another tree cores and GPUs come from its files only.
 
-        Args:
-            gpus: all GPUs in the order of their PCI addresses; None: look for them.
-            visible: value of ``CUDA_VISIBLE_DEVICES``; None: not set (on this machine: the variable).
-            with_gpus: False skips GPUs and calls no driver.
-        Raises:
-            UserError: a file does not contain what the kernel writes there, or no core is left.
+        Raises UserError: a file does not contain what the kernel writes there, or no core is left.
         """
-        return _Reader(root).read(gpus, visible, with_gpus)
+        return _Reader(root).read(with_gpus)
 
 
 class _Reader:
@@ -192,7 +183,7 @@ class _Reader:
         self.here = root.resolve() == Path("/")
         self.notes: list[str] = []
 
-    def read(self, gpus: Sequence[Gpu] | None, visible: str | None, with_gpus: bool) -> Topology:
+    def read(self, with_gpus: bool) -> Topology:
         nodes = self._nodes()
         numa_known = bool(nodes)
         usable = self._usable_cores(nodes)
@@ -208,8 +199,8 @@ class _Reader:
         allowed = self._listed("Mems_allowed_list")
         with_memory = [node.index for node in nodes if node.memory_total_bytes != 0]
         memory_nodes = tuple(index for index in with_memory if allowed is None or index in allowed)
-        found = self._gpus(gpus, visible, nodes) if with_gpus else ()
-        return Topology(nodes, numa_known, physical, memory_nodes if numa_known else (), found, tuple(self.notes))
+        gpus = self._gpus(nodes) if with_gpus else ()
+        return Topology(nodes, numa_known, physical, memory_nodes if numa_known else (), gpus, tuple(self.notes))
 
     def _nodes(self) -> tuple[NumaNode, ...]:
         folders = {int(path.name[4:]): path for path in (self.root / _NODES).glob("node*") if path.name[4:].isdigit()}
@@ -264,12 +255,9 @@ class _Reader:
         match = re.search(rf"^{key}:[ \t]*(\S*)", self._text("proc/self/status") or "", re.MULTILINE)
         return None if match is None else parse_list(match[1], "proc/self/status")
 
-    def _gpus(self, found: Sequence[Gpu] | None, visible: str | None, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
-        if found is None:
-            found = self._find_gpus()
-        if self.here and visible is None:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        chosen, unclear = visible_gpus(found, visible)
+    def _gpus(self, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
+        found = self._find_gpus()
+        chosen, unclear = visible_gpus(found, os.environ.get("CUDA_VISIBLE_DEVICES") if self.here else None)
         if unclear:
             self.notes.append(unclear)
         if len({gpu.name for gpu in found}) > 1 and not (self.here and os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"):

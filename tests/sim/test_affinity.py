@@ -307,7 +307,7 @@ def test_near_and_spread_are_as_good_as_can_be(topology: Topology, num_workers: 
     near, spread = (plan_placement(topology, num_workers, policy) for policy in ("near_gpu", "spread"))
     start = topology.gpus[0].node
     assert start is not None
-    costs = [topology.distance(start, node) or 0 for node in room]
+    costs = [topology.nodes[start].distances[node] for node in room]
     assert sum(costs[placement.node or 0] for placement in near) == min(
         sum(number * cost for number, cost in zip(way, costs, strict=True)) for way in ways
     )

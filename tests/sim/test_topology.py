@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim import topology as topology_module
 from embodied_rl.sim.topology import Gpu, Topology, driver_gpus, format_list, normalise_pci, parse_list, sysfs_gpus, visible_gpus
 from tests.sim.fake_sysfs import GIB, FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, status, two_nodes
 
@@ -28,8 +29,7 @@ def test_two_sockets_with_two_threads_per_core(tmp_path: Path) -> None:
     assert topology.physical_cores == ((0, 8), (1, 9), (2, 10), (3, 11), (4, 12), (5, 13), (6, 14), (7, 15))
     assert topology.usable_in(1) == ((4, 12), (5, 13), (6, 14), (7, 15))
     assert topology.cores == tuple(range(16))
-    assert topology.distance(0, 1) == topology.distance(1, 0) == 21
-    assert topology.distance(1, 1) == 10
+    assert [dict(node.distances) for node in topology.nodes] == [{0: 10, 1: 21}, {0: 21, 1: 10}]
     assert (topology.nodes[0].memory_total_bytes, topology.nodes[0].memory_free_bytes) == (8 * GIB, 6 * GIB)
     assert topology.memory_nodes == (0, 1)
 
@@ -51,7 +51,7 @@ def test_node_numbers_may_have_gaps(tmp_path: Path) -> None:
     nodes = {0: FakeNode("0-1", distances="10 40"), 8: FakeNode("2-3", distances="40 10")}
     topology = Topology.read(build(tmp_path, single_threads(4), nodes))
     assert [node.index for node in topology.nodes] == [0, 8]
-    assert topology.distance(0, 8) == 40
+    assert topology.nodes[0].distances == {0: 10, 8: 40}
     assert topology.usable_in(8) == ((2,), (3,))
 
 
@@ -96,7 +96,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert [gpu.node for gpu in topology.gpus] == [None, None]
     assert f"GPU 0 ({A100}): its NUMA node is not reported" in said
     assert f"GPU 1 ({H100}): its NUMA node is not reported" in said
-    assert topology.distance(0, 1) is None
+    assert not topology.nodes[0].distances
     assert len(topology.notes) == 6
 
 
@@ -155,12 +155,17 @@ def test_gpus_of_sysfs_come_by_address_and_without_other_devices(tmp_path: Path)
     assert [gpu.pci for gpu in sysfs_gpus(root)] == [H100]
 
 
-def test_gpus_of_the_driver_find_their_node_in_spite_of_their_spelling(tmp_path: Path) -> None:
+def test_gpus_of_the_driver_find_their_node_in_spite_of_their_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = two_nodes(tmp_path, gpus={A100: 0, H100: 1})
     listed = [Gpu(0, normalise_pci("00000000:41:00.0")), Gpu(1, normalise_pci("00000000:C1:00.0"))]
-    assert [(gpu.pci, gpu.node) for gpu in Topology.read(root, gpus=listed).gpus] == [(A100, 0), (H100, 1)]
+    reader = topology_module._Reader(root)
+    monkeypatch.setattr(reader, "here", True)
+    monkeypatch.setattr(topology_module, "driver_gpus", lambda: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [(gpu.pci, gpu.node) for gpu in reader.read(with_gpus=True).gpus] == [(A100, 0), (H100, 1)]
     # GPU 0 of a process that sees the second alone is that one: neither a worker's rank nor nvidia-smi's number.
-    (only,) = Topology.read(root, gpus=listed, visible="1").gpus
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (only,) = reader.read(with_gpus=True).gpus
     assert (only.index, only.pci, only.node) == (0, H100, 1)
 
 
