@@ -237,15 +237,6 @@ def done(message: Mapping[str, Any], payload: bytes) -> None:
     """Reader for an answer without content."""
 
 
-def close_all(workers: list[WorkerProcess]) -> None:
-    """Release all workers, then wait for each, so that closing takes as long as the slowest one; empties the list."""
-    for worker in workers:
-        worker.release()
-    for worker in workers:
-        worker.close()
-    workers.clear()
-
-
 # ---- how long an answer may take --------------------------------------------------------------------------------------
 
 
@@ -338,12 +329,9 @@ def worker_pool_size(num_workers: int | None, num_slots: int) -> int:
 
 
 class WorkerPool:
-    """Starts and replaces workers. `begin` starts the processes, which build their simulators in parallel; `finish` waits for them.
+    """Starts and replaces workers. `begin` starts the processes, which build their simulators in parallel; `finish` waits for them."""
 
-    `processes` lists every running process; the owner, `EnvManager`, closes them.
-    """
-
-    def __init__(self, factory: SimFactory, plan: WorkerPoolPlan, processes: list[WorkerProcess]) -> None:
+    def __init__(self, factory: SimFactory, plan: WorkerPoolPlan) -> None:
         self.factory, self.plan = factory, plan
         self.runs = plan.runs
         self.slots_of = [[slot for run in runs for slot in run] for runs in self.runs]
@@ -364,12 +352,12 @@ class WorkerPool:
         self.has_slab = False
         self.slab: Slab
         self.spec: SimSpec
-        self._processes = processes
 
     def begin(self) -> None:
         """Start all workers; does not wait."""
         self._begun = time.perf_counter()
-        self.workers = [self._spawn(index) for index in range(self.plan.num_workers)]
+        for index in range(self.plan.num_workers):
+            self.workers.append(self._spawn(index))  # one by one: those that have started are closed if another cannot
 
     def finish(self) -> None:
         """Wait until all workers have built their simulators, and share the memory with them. Raises SimFault: a worker failed to build;
@@ -440,7 +428,6 @@ class WorkerPool:
     def remove(self, index: int) -> None:
         """End a failed worker, which then writes nothing more, and clear its words in the slab."""
         self.workers[index].kill()
-        self._forget(self.workers[index])
         for name in ("worker_waiting", "control_pending", "failed"):
             self.slab.arrays[name][index] = 0
 
@@ -448,17 +435,20 @@ class WorkerPool:
         """Start spares up to the planned number."""
         for spare in [spare for spare in self.spares if not spare.alive()]:
             self.spares.remove(spare)
-            self._forget(spare)
+            spare.close()
         while len(self.spares) < self.plan.spare_workers:
             self.spares.append(self._spawn(0, spare=True))
 
+    def release(self) -> None:
+        """Tell all processes that the manager has let go, so that closing them takes as long as the slowest one."""
+        for worker in (*self.workers, *self.spares):
+            worker.release()
+
     def stop(self) -> None:
         """End all processes and keep the slab."""
-        own = [*self.workers, *self.spares]
-        for worker in own:
-            worker.release()
-        for worker in own:
-            self._forget(worker)
+        self.release()
+        for worker in (*self.workers, *self.spares):
+            worker.close()
         self.workers, self.spares = [], []
 
     def close(self) -> None:
@@ -473,12 +463,6 @@ class WorkerPool:
         buffers = observation_buffers("observation", self.spec, self.slab.arrays)
         return rows | {key: buffer.read(slot) for key, buffer in buffers.items()}
 
-    def _forget(self, worker: WorkerProcess) -> None:
-        """End a worker that was released or is dead, and close its files."""
-        worker.close()
-        if worker in self._processes:
-            self._processes.remove(worker)
-
     def _placement(self, index: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """(cores, memory nodes) of a worker."""
         return None if self.plan.placements is None else (self.plan.placements[index].cores, self.plan.placements[index].memory_nodes)
@@ -490,13 +474,20 @@ class WorkerPool:
             "num_envs": [len(run) for run in self.runs[index]],
             "placement": None if spare else self._placement(index),
         }
-        worker = WorkerProcess(index, setup)
-        self._processes.append(worker)
-        return worker
+        return WorkerProcess(index, setup)
 
 
 def _read_spec(message: Mapping[str, Any], payload: bytes) -> tuple[SimSpec, dict[str, Any], list[str]]:
     return SimSpec.from_dict(message["spec"]), dict(message["placement"]), [str(text) for text in message["warnings"]]
+
+
+def close_pools(pools: dict[str, WorkerPool]) -> None:
+    """End the processes of all pools at the same time, and release their memory; empties the dictionary."""
+    for pool in pools.values():
+        pool.release()
+    for pool in pools.values():
+        pool.close()
+    pools.clear()
 
 
 def split_slots(slots: range, parts: int) -> list[range]:

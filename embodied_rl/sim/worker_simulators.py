@@ -25,7 +25,7 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.sim.worker_choice import Setting, Trials
-from embodied_rl.sim.worker_pool import Answer, Patience, WorkerPool, WorkerPoolPlan, WorkerProcess, close_all
+from embodied_rl.sim.worker_pool import Answer, Patience, WorkerPool, WorkerPoolPlan, close_pools
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, StepBatch
 
@@ -364,10 +364,10 @@ class WorkerSimulators(Simulators):
         self.num_slots, self.num_workers = plan.num_slots, plan.num_workers
         self.chunk_size, self.autoreset = plan.chunk_size, plan.autoreset
         self._plan, self._policy = plan, faults
-        self._processes: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, close_all, self._processes)
+        self._pools: dict[str, WorkerPool] = {}
+        """{key of its factory: pool}, the present one's and those of `prepare`."""
+        weakref.finalize(self, close_pools, self._pools)
         self._records: list[FaultRecord] = []
-        self._idle_pools: dict[str, WorkerPool] = {}
         self._offloaded = False
         self.core_binding: CoreBinding | None = None
         """Binding that may keep the workers on their own cores as long as no other program wants these."""
@@ -376,9 +376,8 @@ class WorkerSimulators(Simulators):
         self._core_locks = CoreLocks.take(sorted(cores)) if cores else None
         """Locks that keep other runs from binding their workers to the same cores."""
         try:
-            pool = WorkerPool(factory, plan, self._processes)
-            pool.begin()
-            self._take_pool(pool)
+            self.prepare(factory)
+            self._take_pool(factory)
         except BaseException:
             self.close()
             raise
@@ -393,11 +392,8 @@ class WorkerSimulators(Simulators):
         for held in (self.core_binding, self._core_locks):
             if held is not None:
                 held.release()
-        self._finalizer()
-        self._close_idle_pools()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        close_pools(self._pools)
+        self._pool = None
 
     # ---- how slots are stepped ----------------------------------------------------------------------------------------
 
@@ -431,12 +427,13 @@ class WorkerSimulators(Simulators):
         if self.trials.decided:
             self.trials = None
 
-    def _take_pool(self, pool: WorkerPool) -> None:
+    def _take_pool(self, factory: SimFactory) -> None:
+        pool = self._pools[factory.key]
         if not pool.has_slab:
             try:
                 pool.finish()
             except BaseException:
-                pool.close()
+                self._pools.pop(factory.key).close()
                 raise
         self._pool, self.spec = pool, pool.spec
         self._episode_log = EpisodeLog(self.num_slots, keep_actions=self.spec.snapshots != "none")
@@ -529,7 +526,8 @@ class WorkerSimulators(Simulators):
         Batches that were received or are ready stay. `onload` restores the rest. Raises UserError as `snapshot`.
         """
         kept = sum(len(snapshot.to_bytes()) for snapshot in self.snapshot(range(self.num_slots)))
-        self._close_idle_pools()
+        for key in self._pools.keys() - {self._live_pool().factory.key}:
+            self._pools.pop(key).close()
         self._live_pool().stop()
         self._offloaded = True
         return kept
@@ -559,9 +557,9 @@ class WorkerSimulators(Simulators):
 
     def prepare(self, factory: SimFactory) -> None:
         """Build workers of another task or scene in the background, for `switch`."""
-        if (key := factory.key) not in self._idle_pools:
-            self._idle_pools[key] = WorkerPool(factory, self._plan, self._processes)
-            self._idle_pools[key].begin()
+        if (key := factory.key) not in self._pools:
+            self._pools[key] = WorkerPool(factory, self._plan)
+            self._pools[key].begin()
 
     def switch(self, factory: SimFactory, *, keep: bool = False) -> None:
         """Change to another task, at once if `prepare` was called early enough. Call `reset` next.
@@ -570,20 +568,14 @@ class WorkerSimulators(Simulators):
 
         Raises SimFault or UserError if the other task cannot be built; the present one then stays.
         """
-        pool = self._live_pool()
-        if factory.key == pool.factory.key:
+        present = self._live_pool().factory.key
+        if factory.key == present:
             return
         self._drain()
         self.prepare(factory)
-        self._take_pool(self._idle_pools.pop(factory.key))
-        if keep:
-            self._idle_pools[pool.factory.key] = pool
-        else:
-            pool.close()
-
-    def _close_idle_pools(self) -> None:
-        while self._idle_pools:
-            self._idle_pools.popitem()[1].close()
+        self._take_pool(factory)
+        if not keep:
+            self._pools.pop(present).close()
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 

@@ -176,15 +176,16 @@ def test_switching_tasks_keeps_both_sets_of_workers_warm() -> None:
         assert manager.worker_pids() == pids
         manager.reset()
         assert_same(play_lockstep(manager, 8), clean)
-        others = manager._processes
-        assert len(others) == 2  # the second task's workers were not to be kept
+        assert list(manager._pools) == [first.key]  # the second task's workers were not to be kept
         with pytest.raises(UserError, match="does not take 'nonsense'"):
             manager.switch(SimFactory(COUNTING, kwargs={"nonsense": 1}))
         manager.reset()
         assert_same(play_lockstep(manager, 8), clean)
         manager.prepare(second)
+        other = manager._pools[second.key].workers[0]
         manager.offload()
-        assert others == []
+        assert list(manager._pools) == [first.key]
+        assert not other.alive()
         manager.onload()
 
 

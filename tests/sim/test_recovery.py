@@ -399,7 +399,7 @@ def test_a_spare_takes_a_failed_workers_place() -> None:
         os.kill(dead.pid, signal.SIGKILL)
         dead._process.wait(120)
         manager._pool.refill_spares()  # type: ignore[union-attr]
-        assert dead not in manager._processes
+        assert dead not in manager._pool.spares  # type: ignore[union-attr]
         assert dead.channel.socket.fileno() == -1, "its files are closed"
     assert_same(trace, clean_run(10))
 
