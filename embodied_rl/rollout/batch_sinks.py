@@ -38,18 +38,19 @@ _STEADY_BYTES = 2**20
 
 
 class _Known:
-    """A range of slots whose steps one group keeps. Their outcome lies in the same arrays at every step, until an episode ends; or it is
-    copied from new arrays, for all slots at once, to where the group reads it."""
+    """A range of slots whose steps one group keeps. Their outcome lies in the same arrays at every step, until an episode ends; or it
+    comes in new arrays every time, which are given to the group like the actions."""
 
-    def __init__(self, place: StepBatch, given: tuple[str, ...], group: SteadyGroup, moved: Sequence[str] | None = None) -> None:
+    def __init__(self, place: StepBatch, given: tuple[str, ...], group: SteadyGroup, moved: Sequence[str] | None) -> None:
         """
         Args:
-            place: batch with the arrays from which the group reads the outcome.
-            given: names of the other columns of a step.
-            moved: recorded parts of the observation that are copied to `place`; None: the steps arrive there.
+            place: batch of the range.
+            given: names of the columns that no batch contains.
+            moved: recorded parts of the observation, if the steps arrive in other arrays than those of `place`; None: they do not.
         """
         self.place, self.given, self.group, self.moved = place, given, group, moved
-        self._last: np.ndarray | None = None
+        self.last: np.ndarray | None = None
+        """Rewards of the previous step, if they move."""
 
     def covers(self, batch: StepBatch) -> bool:
         """Whether a batch is of this range."""
@@ -65,20 +66,6 @@ class _Known:
             and (left is right or (left.keys() == right.keys() and all(left[key] is right[key] for key in left)))
         )
 
-    def take(self, batch: StepBatch) -> bool:
-        """Copy a step that is not in its place; False if its arrays are those of the previous step or do not fit these."""
-        if self.moved is None:
-            return True
-        own = self.place
-        rooms = [(own.observation[key], batch.observation[key]) for key in self.moved]
-        if batch.reward is self._last or any(new.shape != room.shape or new.dtype != room.dtype for room, new in rooms):
-            return False
-        self._last = batch.reward
-        own.reward[:], own.terminated[:], own.truncated[:], own.success[:] = batch.reward, batch.terminated, batch.truncated, batch.success
-        for room, new in rooms:
-            room[...] = new
-        return True
-
 
 def _place_of(batch: StepBatch) -> tuple[int, int] | None:
     """(first slot, number of slots) of a batch; None if its slots are no range."""
@@ -90,8 +77,8 @@ class BatchSinks:
     """Episodes in progress, one per slot, stepped in batches. Writes the same as an `EpisodeSink` per slot.
 
     The batches of pipeline groups are views into shared memory, the same at every step. From the third step on they are copied whole, and
-    columns are made of hundreds of steps at once (`SteadyGroup`). Batches in new arrays each time are first copied to where such a group
-    reads them. All other batches, and those with snapshots, go to the slots' sinks row by row.
+    columns are made of hundreds of steps at once (`SteadyGroup`). Batches in new arrays each time are given to such a group. All other
+    batches, and those with snapshots, go to the slots' sinks row by row.
 
     Args:
         films: columns whose pictures another process encodes; only an episode's first observation needs them, for their size.
@@ -206,9 +193,9 @@ class BatchSinks:
 
     def steps_of(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """(row, {column: value, copied}) of a `step_batch` call, for rows whose episodes continue."""
-        outcome = {name: vars(batch)[name] for name in _OUTCOME}
+        columns = {**given, **self._outcome(batch)}
         for row in rows:
-            yield row, {name: copied(column[row]) for name, column in {**given, **outcome, **self._seen(batch.observation)}.items()}
+            yield row, {name: copied(column[row]) for name, column in columns.items()}
 
     def go_on(self, slot: int, steps: Sequence[Mapping[str, Any]]) -> None:
         """Append steps from `steps_of`, in order, to the slot's episode that `start` began."""
@@ -261,13 +248,17 @@ class BatchSinks:
         absent = [] if rows is None else sorted(set(range(len(batch.slots))) - set(rows))
         if known is None or any(self._has_stepped(int(batch.slots[row])) for row in absent):
             return None
-        if tuple(given) != known.given or not known.take(batch):
+        if tuple(given) != known.given or batch.reward is known.last:
             if known.moved is not None and (place := _place_of(batch)) is not None:
                 del self._known[id(known.place)]
                 self._last.pop(place, None)
             return None
+        rows_given = tuple(given.values())
+        if known.moved is not None:
+            known.last = batch.reward
+            rows_given += batch.reward, batch.terminated, batch.truncated, batch.success, *(batch.observation[key] for key in known.moved)
         over: list[int] = [row for row in np.flatnonzero(batch.terminated | batch.truncated).tolist() if row not in absent]
-        self._step_group(known.group, tuple(given.values()), over, self._seen(batch.final_observation) if over else {}, absent)
+        self._step_group(known.group, rows_given, over, self._seen(batch.final_observation) if over else {}, absent)
         return over
 
     def _has_stepped(self, slot: int) -> bool:
@@ -294,28 +285,28 @@ class BatchSinks:
     def _known_of(self, batch: StepBatch, given: Mapping[str, Any], *, moves: bool) -> _Known | None:
         """Range of a batch; `moves`: its steps arrive in new arrays. None if they must be recorded row by row: a column varies in size, the
         arrays' memory is not contiguous, or what moves is filmed."""
-        place, moved = batch, None
-        seen = self._seen(batch.observation)
+        outcome, moved = self._outcome(batch), None
         if moves:
-            there = {id(rows) for rows in seen.values()}
-            moved = [key for key, rows in batch.observation.items() if id(rows) in there]
-            if self._films is not None or len(moved) != len(there) or not all(isinstance(rows, np.ndarray) for rows in seen.values()):
+            keys = {id(rows): key for key, rows in batch.observation.items() if isinstance(rows, np.ndarray)}
+            moved = [keys.get(id(rows), "") for name, rows in outcome.items() if name not in _OUTCOME]
+            if self._films is not None or not all(moved):
                 return None
-            outcome = {name: vars(batch)[name].copy() for name in _OUTCOME}
-            place = replace(batch, **outcome, observation={key: batch.observation[key].copy() for key in moved})
-            seen = self._seen(place.observation)
-        outcome = {name: vars(place)[name] for name in _OUTCOME} | seen
         layout = self._require(int(batch.slots[0])).columns or ()
         columns = {column.name: column for column in layout if column.name not in self._filmed}
         if columns.keys() != {*outcome, *given} or any(column.encoding != "array" for column in columns.values()):
             return None
         if any(array.shape != (len(batch.slots), *columns[name].shape) for name, array in outcome.items()):
             return None
+        there, names = ({}, [*given, *outcome]) if moves else (outcome, list(given))
         try:
-            share = _STEADY_BYTES * len(batch.slots) // self._num_slots
-            return _Known(place, tuple(given), SteadyGroup(batch.slots.tolist(), outcome, list(given), layout, share), moved)
+            group = SteadyGroup(batch.slots.tolist(), there, names, layout, _STEADY_BYTES * len(batch.slots) // self._num_slots)
         except ValueError:
             return None
+        return _Known(replace(batch) if moves else batch, tuple(given), group, moved)
+
+    def _outcome(self, batch: StepBatch) -> dict[str, Any]:
+        """{column: [n, ...]} of a batch's recorded parts."""
+        return {name: vars(batch)[name] for name in _OUTCOME} | self._seen(batch.observation)
 
     def _seen(self, observation: Observation) -> dict[str, Any]:
         """{column: [n, ...]} of the recorded parts of an observation."""
