@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from embodied_rl.episodes.recording import STEP_COLUMNS, EpisodeBlock, Recording, RecordingError
+from embodied_rl.episodes.recording import STEP_COLUMNS, EpisodeBlock, Recording, RecordingError, joined
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.specs import spec_differences
 from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec
@@ -325,17 +325,39 @@ class TransitionTable:
     @staticmethod
     def read(episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> TransitionTable:
         """Read the episodes. Raises RecordingError for NaN or infinity in the training data."""
+        seen = [f"observation.{key}" for key in options.observation_keys]
+        blocks, parts, num_steps = list[EpisodeBlock](), list[np.ndarray](), 0
         # Neighbouring episodes of one recording are read at once.
-        parts = [_read_run(run[0][0], [number for _, number in run], action, options) for run in _runs_of_one_recording(episodes)]
-        offsets = np.cumsum([0, *(len(next(iter(part.observation.values()))) for part in parts)])
+        for run in _runs_of_one_recording(episodes):
+            recording = run[0][0]
+            block = recording.read_many([number for _, number in run], [*seen, *STEP_COLUMNS])
+            bad = block.first_not_finite([*seen, "action", "reward"])
+            if bad is not None:
+                raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
+            blocks.append(block)
+            parts.append(num_steps + (np.arange(block.num_steps) if options.unit == "step" else _message_starts(recording, block)))
+            num_steps += block.num_steps
+        starts, lengths = np.concatenate(parts), np.concatenate([block.lengths for block in blocks])
+        columns = {name: joined([block.columns[name] for block in blocks]) for name in STEP_COLUMNS}
+        ends, stops = np.cumsum(lengths), np.append(starts[1:], num_steps)
+        rewards, terminated = options.rewards(columns["reward"], columns["terminated"], columns["success"])
+        acted = action.normalise(columns["action"].reshape(num_steps, -1), margin=options.action_margin)
+        # An episode without an end counts as truncated: the next row belongs to another one.
+        truncated = columns["truncated"].copy()
+        truncated[ends - 1] = True
+        units = _sum_units(starts, rewards, terminated, truncated, options.gamma)
+        windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
+        if options.window is not None:
+            chunks, executed = _ahead(acted, starts, np.repeat(ends, lengths)[starts], options.window)
+        elif options.unit == "step":
+            chunks, executed = acted, np.ones(len(acted), bool)
+        else:
+            chunks, executed = _ahead(acted, starts, stops, int((stops - starts).max()))
+        # An episode has one more observation than steps.
+        before = np.repeat(np.arange(len(lengths)), lengths)[starts]
+        observation = {key: _own([block.columns[f"observation.{key}"] for block in blocks]) for key in options.observation_keys}
         return TransitionTable(
-            observation={key: _own([part.observation[key] for part in parts]) for key in options.observation_keys},
-            row=np.concatenate([part.row + offset for part, offset in zip(parts, offsets, strict=False)]),
-            next_row=np.concatenate([part.next_row + offset for part, offset in zip(parts, offsets, strict=False)]),
-            action=_padded([part.action for part in parts]),
-            executed=_padded([part.executed for part in parts]),
-            reward=np.concatenate([part.reward for part in parts]),
-            discount=np.concatenate([part.discount for part in parts]),
+            observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount
         )
 
     @property
@@ -354,35 +376,6 @@ class TransitionTable:
             {key: part[next_row] for key, part in self.observation.items()},
             self.executed[units] if self.action.ndim == 3 else None,
         )
-
-
-def _read_run(recording: Recording, numbers: Sequence[int], action: ActionSpec, options: DatasetOptions) -> TransitionTable:
-    """Table of some episodes of one recording."""
-    seen = [f"observation.{key}" for key in options.observation_keys]
-    block = recording.read_many(numbers, [*seen, *STEP_COLUMNS])
-    bad = block.first_not_finite([*seen, "action", "reward"])
-    if bad is not None:
-        raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
-    columns, ends = block.columns, np.cumsum(block.lengths)
-    rewards, terminated = options.rewards(columns["reward"], columns["terminated"], columns["success"])
-    acted = action.normalise(columns["action"].reshape(block.num_steps, -1), margin=options.action_margin)
-    # An episode without an end counts as truncated: the next row belongs to another one.
-    truncated = columns["truncated"].copy()
-    truncated[ends - 1] = True
-    starts = np.arange(block.num_steps) if options.unit == "step" else _message_starts(recording, block)
-    units = _sum_units(starts, rewards, terminated, truncated, options.gamma)
-    windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
-    stops = np.append(starts[1:], block.num_steps)
-    if options.window is not None:
-        chunks, executed = _ahead(acted, starts, np.repeat(ends, block.lengths)[starts], options.window)
-    elif options.unit == "step":
-        chunks, executed = acted, np.ones(len(acted), bool)
-    else:
-        chunks, executed = _ahead(acted, starts, stops, int((stops - starts).max()))
-    # An episode has one more observation than steps.
-    before = block.episode_of_step[starts]
-    observation = {key: columns[name] for key, name in zip(options.observation_keys, seen, strict=True)}
-    return TransitionTable(observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount)
 
 
 def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
@@ -420,14 +413,6 @@ def _runs_of_one_recording(episodes: Sequence[EpisodeRef]) -> Iterator[list[Epis
 def _own(parts: list[np.ndarray]) -> np.ndarray:
     """Concatenate copies: parts may be views into files that will be closed."""
     return parts[0] if len(parts) == 1 and parts[0].flags.owndata else np.concatenate(parts)
-
-
-def _padded(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays [U, ...]; messages [U, K, ...] are padded with 0 to the longest of all episodes."""
-    if len({part.shape[1:] for part in parts}) == 1:
-        return np.concatenate(parts)
-    longest = max(part.shape[1] for part in parts)
-    return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]), *[(0, 0)] * (part.ndim - 2))) for part in parts])
 
 
 class EpisodeDataset:

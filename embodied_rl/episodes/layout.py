@@ -258,11 +258,8 @@ class Films:
             self.path(column, seed, num_pictures).unlink(missing_ok=True)
 
 
-class FilmingTools(defaultdict[tuple[int, ...], list[PictureRoom]]):
-    """Free picture memory by shape, which the films of a thread share."""
-
-    def __init__(self) -> None:
-        super().__init__(list)
+FilmingTools = defaultdict[tuple[int, ...], list[PictureRoom]]
+"""Free picture memory by shape, which the films of a thread share; missing shapes have none."""
 
 
 class Filming:

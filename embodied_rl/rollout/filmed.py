@@ -56,7 +56,7 @@ class EncodingSim(SimWrapper):
         super().__init__(SimFactory(**inner).make(num_envs))
         self._folder, self._fps = Path(folder), frame_rate(self.spec.control_hz)
         self._columns = filmed_columns(self.spec)
-        self._tools = FilmingTools()
+        self._tools = FilmingTools(list)
         self._filming: list[Filming | None] = [None] * num_envs
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:

@@ -39,7 +39,7 @@ def decoded(path: Path, shape: tuple[int, ...], count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [1, PICTURES_AT_ONCE, 3 * PICTURES_AT_ONCE + 1])
 def test_pictures_wait_for_each_other_and_all_are_in_the_film(tmp_path: Path, count: int) -> None:
-    tools = FilmingTools()
+    tools = FilmingTools(list)
     shown = {seed: {part: pictures(seed + index, count) for index, part in enumerate(COLUMNS)} for seed in (30, 41)}
     films = {seed: Filming(tmp_path, COLUMNS, FPS, seed, tools) for seed in shown}
     for step in range(count):
@@ -68,19 +68,19 @@ def test_a_film_does_not_depend_on_what_came_before_or_how_many_pictures_wait(tm
         filming.finish()
         return [(tmp_path / f"{column.name}-{seed}-{len(shown[seed])}.mp4").read_bytes() for column in COLUMNS.values()]
 
-    tools = FilmingTools()
+    tools = FilmingTools(list)
     lost = Filming(tmp_path, COLUMNS, FPS, 99, tools)
     for picture in pictures(99, 21):
         lost.add(dict.fromkeys(COLUMNS, picture))
     lost.discard()
     films = {seed: filmed(seed, tools) for seed in shown}
     monkeypatch.setattr("embodied_rl.episodes.layout.PICTURES_AT_ONCE", 1)
-    assert films == {seed: filmed(seed, FilmingTools()) for seed in shown}
+    assert films == {seed: filmed(seed, FilmingTools(list)) for seed in shown}
 
 
 def test_few_large_pictures_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("embodied_rl.episodes.layout.WAITING_BYTES", 3 * len(COLUMNS) * HEIGHT * WIDTH * 3 + 1)
-    shown, filming = pictures(1, 20), Filming(tmp_path, COLUMNS, FPS, 1, FilmingTools())
+    shown, filming = pictures(1, 20), Filming(tmp_path, COLUMNS, FPS, 1, FilmingTools(list))
     most = 0
     for picture in shown:
         filming.add(dict.fromkeys(COLUMNS, picture))
@@ -91,7 +91,7 @@ def test_few_large_pictures_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_filming_that_is_given_up_gives_its_memory_back(tmp_path: Path) -> None:
-    tools = FilmingTools()
+    tools = FilmingTools(list)
     for seed in range(5):
         filming = Filming(tmp_path, COLUMNS, FPS, seed, tools)
         for picture in pictures(seed, 3):

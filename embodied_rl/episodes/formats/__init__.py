@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,14 @@ from embodied_rl.files import cannot_write
 NATIVE = "native"
 
 
-@dataclass(frozen=True)
-class Format:
-    """Another project's format."""
-
-    name: str
-    summary: str
-    module: str
-    """Module below this package, with `write`."""
-    reader: str
-    """Name of the `ForeignRecording` class in the module."""
-    writer_module: str = ""
-    """Module with `write`, if it is another one."""
-
-
 FORMATS = {
-    found.name: found
-    for found in (
-        Format("maniskill", "ManiSkill's trajectory.h5 and .json", "maniskill", "ManiSkillRecording"),
-        Format("lerobot", "LeRobotDataset v3: parquet and mp4", "lerobot", "LeRobotRecording", "lerobot_writer"),
-        Format("robomimic", "robomimic's and LIBERO's HDF5", "robomimic", "RobomimicRecording"),
-        Format("minari", "Minari's HDF5", "minari", "MinariRecording"),
-    )
+    "maniskill": ("ManiSkillRecording", "maniskill"),
+    "lerobot": ("LeRobotRecording", "lerobot_writer"),
+    "robomimic": ("RobomimicRecording", "robomimic"),
+    "minari": ("MinariRecording", "minari"),
 }
-"""{name: format}; `embodied_rl.episodes.reader` and ``writer`` handle the native one."""
+"""{name: (`ForeignRecording` class in the module of this name, module with `write`)}; `embodied_rl.episodes.reader` and ``writer`` handle
+the native format."""
 
 
 def detect_format(path: Path) -> str | None:
@@ -87,8 +70,7 @@ def open_foreign(path: Path) -> ForeignRecording:
     name = detect_format(path)
     if name is None or name == NATIVE:
         raise RecordingError(f"'{path}' is not a recording in a known format: native, {', '.join(FORMATS)}.")
-    found = format_named(name)
-    reader: type[Any] = getattr(importlib.import_module(f"{__name__}.{found.module}"), found.reader)
+    reader: type[Any] = getattr(importlib.import_module(f"{__name__}.{name}"), FORMATS[name][0])
     with raised_as_damage(path):
         recording = reader(path)
     assert isinstance(recording, ForeignRecording)
@@ -109,10 +91,11 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
         UserError: it cannot be written.
         MissingExtraError: h5py or pyarrow is not installed.
     """
-    found = format_named(name)
+    if name not in FORMATS:
+        raise RecordingError(f"Format '{name}' is not known.{did_you_mean(name, FORMATS)}")
     if not len(recording):
         raise RecordingError(f"'{recording.path}' has no episode, and files of {name} hold at least one.")
-    module = importlib.import_module(f"{__name__}.{found.writer_module or found.module}")
+    module = importlib.import_module(f"{__name__}.{FORMATS[name][1]}")
     with new_folder(output) as temporary:
         temporary.mkdir(parents=True)
         notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve(), advance or (lambda _: None), **options)
@@ -141,10 +124,3 @@ def require_free(output: Path) -> None:
         raise RecordingError(f"'{output}' is the current folder, which cannot be replaced. Name a new folder.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise RecordingError(f"'{output}' already exists and is not an empty folder. Choose another output, or move it away.")
-
-
-def format_named(name: str) -> Format:
-    """The format of this name. Raises RecordingError with the nearest name."""
-    if name not in FORMATS:
-        raise RecordingError(f"Format '{name}' is not known.{did_you_mean(name, FORMATS)}")
-    return FORMATS[name]
