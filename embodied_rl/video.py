@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -68,25 +69,32 @@ def overlay(
     Without lines there is no band, unless there is a badge; an empty line makes an empty band. `look`: size of the text; None: fitting
     the picture.
     """
-    from PIL import Image, ImageDraw
-
     height, width = frame.shape[:2]
     look = look or TextLook.of(frame)
     above, below = ([text] if isinstance(text, str) else list(text) for text in (top, bottom))
     first = look.strip(max(len(above), 1 if badge else 0))
     canvas = np.full((first + height + look.strip(len(below)), width, 3), BAND, np.uint8)
     canvas[first : first + height] = frame
+    with drawing(canvas) as draw:
+        badge_width = math.ceil(draw.textlength(badge, font=look.font)) + 4 * look.pad if badge else 0
+        for lines, text_y in ((above, look.pad), (below, first + height + look.pad)):
+            for index, text in enumerate(lines):
+                room = width - 2 * look.pad - (badge_width if lines is above and index == 0 else 0)
+                write_line(draw, (look.pad, text_y + index * look.line), text, look.font, room)
+        if badge:
+            draw.rectangle((width - badge_width, 0, width, look.pad + look.line - 1), fill=badge_colour)
+            draw.text((width - badge_width + 2 * look.pad, look.pad), badge, font=look.font, fill=_TEXT)
+    return canvas
+
+
+@contextmanager
+def drawing(canvas: np.ndarray) -> Iterator[ImageDraw]:
+    """Context in which to draw into a picture [H, W, 3] uint8."""
+    from PIL import Image, ImageDraw
+
     image = Image.fromarray(canvas)
-    draw = ImageDraw.Draw(image)
-    badge_width = math.ceil(draw.textlength(badge, font=look.font)) + 4 * look.pad if badge else 0
-    for lines, text_y in ((above, look.pad), (below, first + height + look.pad)):
-        for index, text in enumerate(lines):
-            room = width - 2 * look.pad - (badge_width if lines is above and index == 0 else 0)
-            write_line(draw, (look.pad, text_y + index * look.line), text, look.font, room)
-    if badge:
-        draw.rectangle((width - badge_width, 0, width, look.pad + look.line - 1), fill=badge_colour)
-        draw.text((width - badge_width + 2 * look.pad, look.pad), badge, font=look.font, fill=_TEXT)
-    return np.asarray(image).copy()
+    yield ImageDraw.Draw(image)
+    canvas[...] = np.asarray(image)
 
 
 @dataclass(frozen=True)

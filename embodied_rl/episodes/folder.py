@@ -45,23 +45,27 @@ _MOST_ROWS = 2**32
 """Limit on an episode's rows: sums of larger numbers would not fit into 64 bits."""
 _DECODER = json.JSONDecoder()
 """Faster than `json.loads` of bytes, which guesses their encoding first and takes as long as a short line itself."""
+ABOUT_KINDS: dict[str, tuple[type, ...]] = {
+    "seed": (int,),
+    "task": (str, type(None)),
+    "instruction": (str, type(None)),
+    "metadata": (dict,),
+}
+"""{field of `EpisodeAbout`: its exact types} (a bool is no int here)."""
 _KINDS: dict[str, tuple[type, ...]] = {
     "steps": (int,),
     "step_row": (int,),
     "observation_row": (int,),
     "snapshots": (int,),
     "snapshot_row": (int,),
-    "seed": (int,),
-    "task": (str, type(None)),
-    "instruction": (str, type(None)),
     "return": (float, int),
     "success_once": (bool,),
     "success_at_end": (bool,),
     "complete": (bool,),
     "crc32": (list,),
-    "metadata": (dict,),
+    **ABOUT_KINDS,
 }
-"""{field of a line: its exact types} (a bool is no int here)."""
+"""The same for the fields of a line."""
 
 
 @dataclass(frozen=True)

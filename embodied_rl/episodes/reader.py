@@ -189,7 +189,7 @@ class PartReader:
         for column in self._finite:  # they are few, and NaN in them would spread into training
             if not np.isfinite(read[column.name]).all():
                 raise self.damaged(column, number, "holds NaN or infinity")
-        about = {name: entry[name] for name in ("seed", "task", "instruction", "metadata")}
+        about = {name: entry[name] for name in files.ABOUT_KINDS}
         snapshots = self.snapshots(number)
         try:
             return RecordedEpisode(**fields_of(read), **about, snapshots=snapshots, same_lengths=True)

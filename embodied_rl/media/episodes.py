@@ -341,9 +341,10 @@ class _Studio(Watcher):
     on_episode: Callable[[EpisodeSummary], object] | None
 
     def __post_init__(self) -> None:
-        num_slots, self._stride = self.manager.num_slots, 1
-        self._returns, self._lengths, self._success = np.zeros(num_slots), np.zeros(num_slots, int), np.zeros(num_slots, bool)
+        self._stride = 1
         self._running: dict[int, FilmedEpisode] = {}
+        self._now: dict[int, Moment] = {}
+        """Present moment of each running episode, without the policy's estimate."""
         self._kept: dict[int, FilmedEpisode] = {}
         self._spoken: dict[int, list[Turn]] = {}
         """Language agent's answers from which each slot's action was read."""
@@ -357,28 +358,32 @@ class _Studio(Watcher):
     def begun(self, slots: Sequence[int], seeds: Sequence[int], observation: Observation) -> None:
         spec = self.manager.spec
         for slot, seed in zip(slots, seeds, strict=True):
-            self._returns[slot], self._lengths[slot], self._success[slot] = 0.0, 0, False
             instructions = observation.get("instruction")
             instruction = str(instructions[slot]) if instructions is not None and instructions.dtype == object else spec.instruction
-            self._running[slot] = FilmedEpisode(seed, spec.task, instruction)
-        self._take(slots, observation, {}, {})
+            self._running[slot], self._now[slot] = FilmedEpisode(seed, spec.task, instruction), Moment(0, 0.0, 0.0, success=False)
+        self._take(slots, observation)
 
     def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
         if outcome.aborted is not None and outcome.aborted.any():
             seed = self._running[int(outcome.slots[outcome.aborted][0])].seed
             raise UserError(f"The episode of seed {seed} was given up: its simulator failed repeatedly.")
         slots = outcome.slots.tolist()
-        rewards = dict(zip(slots, outcome.reward.tolist(), strict=True))
-        for slot, said in self._spoken.items():
-            said[-1] = replace(said[-1], reward=rewards[slot], game_reward=rewards[slot])
-            self._running[slot].spoken += said
-        self._returns[slots] += outcome.reward
-        self._lengths[slots] += 1
-        self._success[slots] |= outcome.success
+        for slot, action, reward, success in zip(slots, actions, outcome.reward.tolist(), outcome.success.tolist(), strict=True):
+            if slot not in self._running:
+                continue
+            before, said = self._now[slot], self._spoken.pop(slot, [])
+            self._now[slot] = Moment(
+                step=before.step + 1,
+                reward=reward,
+                episode_return=before.episode_return + reward,
+                success=before.success or success,
+                action=np.array(action),
+                answer=said[-1].answer if said else None,
+                log_prob=float(said[-1].log_prob.sum(dtype=np.float64)) if said else None,
+            )
+            self._running[slot].spoken += [*said[:-1], *(replace(last, reward=reward, game_reward=reward) for last in said[-1:])]
         over = {summary.slot: summary for summary in ended}
-        due = [slot for slot in self._running if slot in over or self._lengths[slot] % self._stride == 0]
-        self._take(due, observation, rewards, dict(zip(slots, actions, strict=True)))
-        self._spoken.clear()
+        self._take([slot for slot in self._running if slot in over or self._now[slot].step % self._stride == 0], observation)
         episodes = [*self._running.values(), *self._kept.values()]
         longest = max((len(each.frames) for each in episodes), default=0)
         if longest > MAX_STEPS_SHOWN + 1 or sum(each.num_bytes for each in episodes) > MAX_BYTES:
@@ -405,21 +410,9 @@ class _Studio(Watcher):
         if self.on_episode is not None:
             self.on_episode(summary)
 
-    def _take(self, slots: Sequence[int], observation: Observation, rewards: dict[int, float], actions: dict[int, np.ndarray]) -> None:
+    def _take(self, slots: Sequence[int], observation: Observation) -> None:
         values = self.estimate(observation) if self.estimate is not None and slots else None
         for slot, picture in zip(slots, self.manager.render(slots), strict=True):
             views = np.split(picture, self.num_cameras) if self.num_cameras > 1 else [picture]
-            episode, said = self._running[slot], self._spoken.get(slot)
-            episode.frames.append(beside_each_other(views, self.size))
-            episode.moments.append(
-                Moment(
-                    step=int(self._lengths[slot]),
-                    reward=rewards.get(slot, 0.0),
-                    episode_return=float(self._returns[slot]),
-                    success=bool(self._success[slot]),
-                    value=None if values is None else float(values[slot]),
-                    action=np.array(actions[slot]) if slot in actions else None,
-                    answer=said[-1].answer if said else None,
-                    log_prob=float(said[-1].log_prob.sum(dtype=np.float64)) if said else None,
-                )
-            )
+            self._running[slot].frames.append(beside_each_other(views, self.size))
+            self._running[slot].moments.append(replace(self._now[slot], value=None if values is None else float(values[slot])))

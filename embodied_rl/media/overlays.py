@@ -17,7 +17,7 @@ from embodied_rl.errors import UserError, require_known
 from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, add_border, font_for, overlay, tile, write_line
+from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, add_border, drawing, font_for, overlay, tile, write_line
 
 NAMES = ("task", "instruction", "step", "reward", "value", "actions", "answer", "success")
 DEFAULT = ("task", "instruction", "step", "answer", "success")
@@ -123,14 +123,11 @@ def _wrapped(text: str, frame: np.ndarray) -> list[str]:
 def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> np.ndarray:
     """Pictures of several cameras side by side below a band with their names."""
     named = np.concatenate([np.full((look.strip(1), frame.shape[1], 3), BAND, np.uint8), frame])
-    from PIL import Image, ImageDraw
-
-    image = Image.fromarray(named)
-    draw = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
-    for index, camera in enumerate(cameras):
-        write_line(draw, (index * width + look.pad, look.pad), camera, look.font, width - 2 * look.pad)
-    return np.asarray(image).copy()
+    with drawing(named) as draw:
+        for index, camera in enumerate(cameras):
+            write_line(draw, (index * width + look.pad, look.pad), camera, look.font, width - 2 * look.pad)
+    return named
 
 
 def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -> np.ndarray:
@@ -143,8 +140,6 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
         action: [A] in the simulator's units; [1] the number of a choice; None: the band stays empty.
         spec: the simulator's action spec: numbers.
     """
-    from PIL import Image, ImageDraw
-
     look, size = TextLook.of(frame), min(frame.shape[:2])
     # Dimensions without room are left out: the first ones are shown.
     room = frame.shape[1] - 2 * look.pad
@@ -153,23 +148,22 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
     gap = 1 if step > 3 else 0
     height = (max(12, size // 8) if spec.kind == "continuous" else step) + 2 * look.pad
     top, bottom = frame.shape[0], frame.shape[0] + height
-    image = Image.fromarray(np.concatenate([frame, np.full((height, frame.shape[1], 3), BAND, np.uint8)]))
-    draw = ImageDraw.Draw(image)
-    left = look.pad
+    canvas = np.concatenate([frame, np.full((height, frame.shape[1], 3), BAND, np.uint8)])
     if action is None:
-        return np.asarray(image).copy()
-    if spec.kind == "discrete":
-        for index in range(count):
-            x = left + index * step
-            chosen = index == int(np.ravel(action)[0])
-            draw.rectangle((x, top + look.pad, x + step - 1 - gap, bottom - look.pad), fill=_BAR if chosen else _OFF)
-        return np.asarray(image).copy()
-    middle, reach = (top + bottom) / 2, (height - 2 * look.pad) / 2
-    draw.line((left, middle, left + count * step - 1, middle), fill=_AXIS)
-    for index, share in enumerate(normalised(action, spec)[:count]):
-        x, end = left + index * step, middle - share * reach
-        draw.rectangle((x, min(middle, end), x + step - 1 - gap, max(middle, end)), fill=_BAR)
-    return np.asarray(image).copy()
+        return canvas
+    left, middle, reach = look.pad, (top + bottom) / 2, (height - 2 * look.pad) / 2
+    with drawing(canvas) as draw:
+        if spec.kind == "discrete":
+            for index in range(count):
+                x = left + index * step
+                chosen = index == int(np.ravel(action)[0])
+                draw.rectangle((x, top + look.pad, x + step - 1 - gap, bottom - look.pad), fill=_BAR if chosen else _OFF)
+            return canvas
+        draw.line((left, middle, left + count * step - 1, middle), fill=_AXIS)
+        for index, share in enumerate(normalised(action, spec)[:count]):
+            x, end = left + index * step, middle - share * reach
+            draw.rectangle((x, min(middle, end), x + step - 1 - gap, max(middle, end)), fill=_BAR)
+    return canvas
 
 
 def normalised(action: np.ndarray, spec: ActionSpec) -> np.ndarray:
@@ -257,14 +251,12 @@ class Pictures(Sequence[np.ndarray]):
 
 def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) -> np.ndarray:
     """A coloured band [h, width, 3] with a policy's name, for tiles of this height."""
-    from PIL import Image, ImageDraw
-
     look = TextLook.of(np.empty((max(tile_height, _SHORTEST_PIXELS), max(width, _SHORTEST_PIXELS), 0)))
     height = look.line + 2 * look.pad
-    image = Image.new("RGB", (width, height + height % 2), colour)
-    draw = ImageDraw.Draw(image)
-    write_line(draw, (look.pad, look.pad), text, look.font, width - 2 * look.pad)
-    return np.asarray(image).copy()
+    canvas = np.full((height + height % 2, width, 3), colour, np.uint8)
+    with drawing(canvas) as draw:
+        write_line(draw, (look.pad, look.pad), text, look.font, width - 2 * look.pad)
+    return canvas
 
 
 FORMATS = ("mp4", "gif")

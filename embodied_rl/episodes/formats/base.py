@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from embodied_rl.episodes.folder import finite_problems, fit_problems
+from embodied_rl.episodes.folder import ABOUT_KINDS, finite_problems, fit_problems
 from embodied_rl.episodes.recording import (
     EpisodeTable,
     Fate,
@@ -123,6 +123,16 @@ def seed_or_unknown(seed: object, number: int, notes: NoteBook, why: str) -> int
 
 
 # ---- what files say -------------------------------------------------------------------------------------------------
+
+
+def file_in(path: Path, first: str, *suffixes: str) -> Path:
+    """`path`, or the only file with one of the suffixes in that folder; of several `first`, or the first by name. Raises RecordingError."""
+    if not path.is_dir():
+        return path
+    found = sorted((file.name != first, file.name, file) for file in path.iterdir() if file.suffix in suffixes)
+    if not found:
+        raise damaged(path, f"has no {suffixes[0]} file")
+    return found[0][2]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -248,25 +258,17 @@ def parse_side_info(path: Path, data: Mapping[str, Any]) -> RecordingInfo:
         return RecordingInfo.from_dict(data)
 
 
-_SIDE_KINDS: dict[str, tuple[type, ...]] = {
-    "seed": (int,),
-    "task": (str, type(None)),
-    "instruction": (str, type(None)),
-    "metadata": (dict,),
-}
-
-
 def side_episode(episode: RecordedEpisode) -> dict[str, Any]:
     """JSON-able parts of an episode other than arrays and pictures."""
-    return {name: vars(episode)[name] for name in _SIDE_KINDS} | {"metadata": dict(episode.metadata)}
+    return {name: vars(episode)[name] for name in ABOUT_KINDS} | {"metadata": dict(episode.metadata)}
 
 
 def parse_side_episode(path: Path, data: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Inverse of `side_episode`. Raises RecordingError."""
-    for name, kind in _SIDE_KINDS.items():
+    for name, kind in ABOUT_KINDS.items():
         if type(data.get(name)) not in kind:
             raise damaged(path, f"holds {data.get(name)!r:.60} for '{name}'", number, SIDE_ENTRY)
-    return {name: data[name] for name in _SIDE_KINDS}
+    return {name: data[name] for name in ABOUT_KINDS}
 
 
 def note_side_episode(episode: RecordedEpisode, notes: NoteBook, where: str, own: Sequence[str] = ()) -> None:

@@ -36,16 +36,6 @@ _CAMERA = "base_camera"
 """ManiSkill's usual name of a task's first camera, omitted from the names of its parts here."""
 
 
-def paths(path: Path) -> tuple[Path, Path]:
-    """Paths of the .h5 and the .json file: the only pair in a folder (`NAME` first), or a file and its partner."""
-    if path.is_dir():
-        found = sorted(path.glob("*.h5"), key=lambda file: (file.stem != NAME, file.name))
-        if not found:
-            raise damaged(path, "has no .h5 file")
-        path = found[0]
-    return path.with_suffix(".h5"), path.with_suffix(".json")
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -55,10 +45,10 @@ class ManiSkillRecording(H5Recording):
     format = "maniskill"
 
     def __init__(self, path: Path) -> None:
-        h5_path, json_path = paths(path)
-        self._meta = base.read_json(json_path)
+        path = base.file_in(path, f"{NAME}.h5", ".h5")
+        self._meta = base.read_json(path.with_suffix(".json"))
         self._own = self._meta.get(base.SIDE_ENTRY) is not None
-        super().__init__(h5_path)
+        super().__init__(path.with_suffix(".h5"))
 
     def _open(self, notes: base.NoteBook) -> tuple[int, RecordingInfo | None]:
         json_path = self._file.path.with_suffix(".json")

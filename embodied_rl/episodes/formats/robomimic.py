@@ -34,16 +34,6 @@ _FLAGS = ("terminated", "truncated", "success")
 _KEPT_ATTRIBUTES = ("env_name", "env", "problem_info", "bddl_file_name", "repository_version", "date", "tag")
 
 
-def file_of(path: Path) -> Path:
-    """Path of the HDF5 file: `path`, or the only one in a folder (`NAME` first)."""
-    if not path.is_dir():
-        return path
-    found = sorted([*path.glob("*.hdf5"), *path.glob("*.h5")], key=lambda file: (file.name != NAME, file.name))
-    if not found:
-        raise damaged(path, "has no .hdf5 file")
-    return found[0]
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +43,7 @@ class RobomimicRecording(H5Recording):
     format = "robomimic"
 
     def __init__(self, path: Path) -> None:
-        super().__init__(file_of(path))
+        super().__init__(base.file_in(path, NAME, ".hdf5", ".h5"))
 
     def _open(self, notes: base.NoteBook) -> tuple[int, RecordingInfo | None]:
         file = self._file
