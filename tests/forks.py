@@ -166,7 +166,9 @@ def start_forked_simulator(
 def run_forked(
     module: str, *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 500.0
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` of ``python -m module words`` says, as text. Raises subprocess.TimeoutExpired."""
+    """What `subprocess.run` of ``python -m module words`` says, as text; of the module ``-c`` the first word is the program.
+
+    Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         streams = _streams(out.fileno(), err.fileno())
         fork = _start("torch", module, list(words), {**os.environ, **(env or {})}, str(cwd), streams, collects=True)
@@ -332,7 +334,13 @@ def _become(received: list[int], descriptors: Sequence[int], environment: Mappin
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path[:0] = [folder, *(place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path)]
+    places = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
+    sys.path[:0] = [folder, *places]
+    if places:
+        from embodied_rl.registry import installed_config_folders, installed_targets
+
+        installed_targets.cache_clear()
+        installed_config_folders.cache_clear()
 
 
 def _use_once() -> None:
@@ -349,7 +357,11 @@ def _use_once() -> None:
 def _run(module: str, servers: Mapping[str, Sequence[int]]) -> None:
     """Run the module of a fork, whose simulators are forks of these servers."""
     with forked_simulators(blocks=_BLOCKS in os.environ) if servers else contextlib.nullcontext():
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module == "-c":
+            program = sys.argv.pop(1)
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main(kind: str, descriptor: int) -> Callable[[], object]:

@@ -35,6 +35,7 @@ from embodied_rl.checkpoint import folder as module
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.files import sum_of_document
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+from tests.forks import run_forked, start_forked
 from tests.sample_run import SPEC, make_config
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -172,17 +173,17 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeyp
 
 def test_sigkill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     program = (
-        "import sys, torch; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from tests.test_checkpoint import save\n"
+        "import sys, torch; from pathlib import Path; from tests.test_checkpoint import save\n"
         "for step in range(1, 100000): save(Path(sys.argv[1]), step, policy={'w': torch.full((200_000,), float(step))})"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent.parent)])
+    process = start_forked("-c", program, tmp_path)
     try:
         deadline = time.monotonic() + 240
         while find_last(tmp_path) is None and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         assert process.wait() == -signal.SIGKILL
     survivor = load_checkpoint(tmp_path)
     assert survivor.policy["w"].unique().tolist() == [float(survivor.step)]
@@ -462,16 +463,19 @@ def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(tmp_path: Path, 
     program.write_text(FULL)
     run, kept = tmp_path / "run", tmp_path / "kept"
     run.mkdir()
-    command = f"{sys.executable} {program} {run} {root} {how} && cp -a {run} {kept} && ls -A {run}/checkpoints"
+    kept_and_listed = f"cp -a {run} {kept} && ls -A {run}/checkpoints"
     if how == "tmpfs":
         mount = f"mount -t tmpfs -o size=256k tmpfs {run}"
         if subprocess.run(["unshare", "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
             pytest.skip("file systems cannot be mounted here")
-        done = subprocess.run(["unshare", "-Urm", "sh", "-c", f"{mount} && {command}"], capture_output=True, text=True, check=False)
+        command = f"{mount} && {sys.executable} {program} {run} {root} {how} && {kept_and_listed}"
+        done = subprocess.run(["unshare", "-Urm", "sh", "-c", command], capture_output=True, text=True, check=False)
+        printed = done.stdout
     else:
-        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        done = run_forked("-c", FULL, str(run), root, how, cwd=tmp_path)
+        printed = done.stdout + subprocess.run(["sh", "-c", kept_and_listed], capture_output=True, text=True, check=True).stdout
     assert done.returncode == 0, done.stdout + done.stderr
-    told, *left = done.stdout.splitlines()
+    told, *left = printed.splitlines()
     assert told.startswith(f"told: Cannot write '{run}/checkpoints/step_000000002': ")
     assert ("No space left on device" if how == "tmpfs" else "File too large") in told
     assert sorted(left) == ["last", "step_000000001"], "nothing is left that would fill the disk further"

@@ -22,6 +22,7 @@ from embodied_rl.registry import installed_config_folders, installed_targets, lo
 from embodied_rl.sim.check import CHECKS, check_sim
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import StepBuffers
+from tests.forks import run_forked
 from tests.short_run import QUICK
 from tests.test_examples import blocks
 
@@ -59,9 +60,7 @@ def packages_without_configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(packages: Path, folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = run_forked(*words, cwd=folder, env={"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}"})
     assert done.returncode == status, f"{' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done
 

@@ -201,22 +201,22 @@ def _number(value: Any) -> Any:
 # ---- programs -------------------------------------------------------------------------------------------------------
 
 
-def run(arguments: list[str], folder: Path, timeout_s: float = 240.0) -> str:
-    """Run Python in `folder`; return what it printed."""
-    known = os.environ.get("PYTHONPATH")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT) if not known else f"{ROOT}{os.pathsep}{known}"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+def run(module: str, *words: str, folder: Path) -> str:
+    """Run a module that is found in `folder`; return what it printed."""
+    done = run_forked(module, *words, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 def test_the_env_manager_script(tmp_path: Path) -> None:
+    """In a process that has imported nothing: the script itself checks that it needs no torch."""
     script = (EXAMPLES / "use_the_env_manager" / "cross_entropy.py").read_text(encoding="utf-8")
     assert script.count("num_generations=12") == 1
     (tmp_path / "shorter.py").write_text(script.replace("num_generations=12", "num_generations=4"), encoding="utf-8")
-    printed = run(["shorter.py"], tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run([sys.executable, "shorter.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    printed = done.stdout
     (returns,) = re.findall(r"by generation: ([\d ]+)", printed)
     elite = [int(value) for value in returns.split()]
     assert len(elite) == 4
@@ -227,12 +227,13 @@ def test_the_env_manager_script(tmp_path: Path) -> None:
     assert 750 < int(episodes) < 1050
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_example_of_the_env_manager_guide(tmp_path: Path) -> None:
     use, chunks, snapshots = blocks((ROOT / "docs" / "environment_manager.md").read_text(encoding="utf-8"), "python")
     printed = []
     for body in (use, chunks, snapshots):
         (tmp_path / "example.py").write_text(body, encoding="utf-8")
-        printed.append(run(["example.py"], tmp_path))
+        printed.append(run("example", folder=tmp_path))
     assert printed[1].startswith("(4, 8) True [0. 0. 0. 0.]")
     assert printed[2] == ""
     rows = [line.split() for line in printed[0].splitlines()]
@@ -365,14 +366,14 @@ def test_documented_simulators_leave_observations_out(written: Path, monkeypatch
 
 
 def test_the_documented_check(written: Path) -> None:
-    run(["check_my_sim.py"], written)
+    run("check_my_sim", folder=written)
 
 
 def test_a_configuration_folder_of_ones_own(written: Path) -> None:
     (arguments,) = [words for name, words in commands(SIMULATOR_GUIDE.read_text(encoding="utf-8")) if "--config-dir" in words]
     import yaml
 
-    composed = yaml.safe_load(run(["-m", "embodied_rl.train", *arguments, "--cfg", "job"], written))
+    composed = yaml.safe_load(run("embodied_rl.train", *arguments, "--cfg", "job", folder=written))
     assert composed["sim"]["target"] == "my_sim:Docking"
     assert composed["sim"]["success_ends_episode"] is True
     assert composed["sim"]["num_slots"] == 16, "what the file does not say comes from train.yaml"

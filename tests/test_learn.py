@@ -18,6 +18,7 @@ import torch
 import embodied_rl
 from embodied_rl import trainer
 from embodied_rl.errors import UserError
+from tests.forks import run_forked
 from tests.short_run import QUICK
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -111,7 +112,7 @@ def test_the_script_of_the_readme_runs_with_its_own_class(tmp_path: Path) -> Non
     assert use.count(limit) == 1, "without a step limit no episode of this class ends"
     script = env + use.replace(limit, f"[*{SETTINGS}, *{limit}], run_dir='my run'").replace("20_000", "256")
     (tmp_path / "script.py").write_text(script + "print(action, run.path)\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = run_forked("script", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[[-\d.e]+\] my run$", done.stdout.rstrip())
     (module,) = (tmp_path / "my run" / "source").glob("docking_*.py")
@@ -150,7 +151,7 @@ def test_what_cannot_be_sent_to_a_process_is_one_line(tmp_path: Path) -> None:
     script = "import embodied_rl\nlock = __import__('threading').Lock()\nclass Env:\n    def step(self, action):\n        return lock\n"
     script += "class WithoutMethods(Env):\n    size = 3\n"
     (tmp_path / "script.py").write_text(script + "embodied_rl.learn(WithoutMethods)\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = run_forked("script", cwd=tmp_path)
     assert "UserError: 'WithoutMethods' uses 'lock', a lock, which no other process can get. Write it into a file" in done.stderr
 
 
