@@ -85,6 +85,8 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
         UserError: the folder holds another run, another process writes there, or it cannot be written.
         IncompatibleCheckpointError: see `load_checkpoint`.
     """
+    from embodied_rl.checkpoint import adopt_checkpoint
+
     run_dir = Path(config.run_dir)
     named = not _DEFAULT_NAME.fullmatch(run_dir.name) or any(word.startswith("run_dir=") for word in overrides)
     checkpoint = _checkpoint_of(config, run_dir, named, overrides)
@@ -110,7 +112,8 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
     if source is not None:
         announce(f"{source.path} belongs to another folder's run; this run continues in {run_dir}, with a copy of its history.")
         copy_history(source, run_dir)
-        checkpoint = _copied(source, run_dir)
+        note_run_id(run_dir, str(source.state.get("run_id") or uuid.uuid4().hex))
+        checkpoint = adopt_checkpoint(source, run_dir)  # the folder's first, so that the run can continue from there at any time
     return RunFolder(run_dir, checkpoint, claim, made)
 
 
@@ -192,14 +195,6 @@ def _unused(run_dir: Path, named: bool) -> Path:
     free = next_free(run_dir)
     announce(f"{run_dir} is not empty; this run writes to {free}.")
     return free
-
-
-def _copied(checkpoint: Checkpoint, run_dir: Path) -> Checkpoint:
-    """Copy the checkpoint as the folder's first, so that the run can continue from there at any time."""
-    from embodied_rl.checkpoint import adopt_checkpoint
-
-    note_run_id(run_dir, str(checkpoint.state.get("run_id") or uuid.uuid4().hex))
-    return adopt_checkpoint(checkpoint, run_dir)
 
 
 def _noted_id(run_dir: Path) -> str | None:

@@ -348,7 +348,7 @@ def _use_once() -> None:
     from embodied_rl.algorithms.advantages import gae
     from embodied_rl.config.compose import check_overrides
 
-    check_overrides("train", ["experiment=cartpole", "seed=1"])
+    check_overrides(["experiment=cartpole", "seed=1"])
     step, flag = np.zeros((2, 1), np.float32), np.zeros((2, 1), bool)
     ends = {"terminated": flag, "truncated": flag, "last_value": step[0], "final_value": step[0, :0]}
     gae(reward=step, value=step, **ends, gamma=0.9, gae_lambda=0.9)

@@ -229,7 +229,7 @@ def test_every_field_of_a_simulators_configuration_can_be_overridden() -> None:
     from embodied_rl.compose import compose_config
     from embodied_rl.config import SimConfig
 
-    assert {field.name for field in dataclasses.fields(SimConfig)} == set(compose_config("train", [])["sim"])
+    assert {field.name for field in dataclasses.fields(SimConfig)} == set(compose_config([])["sim"])
 
 
 # --- paths without a key ---------------------------------------------------------------------------------------------

@@ -58,16 +58,16 @@ def test_bash_completes_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["hydra.sweeper.params={seed: '1,2'}", "+hydra.sweeper.params.seed=1,2", "seed=1,2"])
 def test_sweeps_are_given_in_hydras_three_ways(word: str) -> None:
-    assert check_overrides("train", ["-m", word, "sim=cartpole"]) == ["-m", *sorted(["seed=1,2", "sim=cartpole"])]
-    shown = runs_to_show(check_overrides("train", ["-m", word, "sim=cartpole,pendulum", "--cfg", "job"]))
+    assert check_overrides(["-m", word, "sim=cartpole"]) == ["-m", *sorted(["seed=1,2", "sim=cartpole"])]
+    shown = runs_to_show(check_overrides(["-m", word, "sim=cartpole,pendulum", "--cfg", "job"]))
     assert [run[2:] for run in shown] == [[f"seed={seed}", f"sim={sim}"] for seed in (1, 2) for sim in ("cartpole", "pendulum")]
 
 
 def test_what_is_no_sweep_is_told() -> None:
     with pytest.raises(UserError, match="Add -m"):
-        check_overrides("train", ["hydra.sweeper.params.seed=1,2"])
+        check_overrides(["hydra.sweeper.params.seed=1,2"])
     with pytest.raises(UserError, match="must be a mapping"):
-        check_overrides("train", ["-m", "hydra.sweeper.params=3"])
+        check_overrides(["-m", "hydra.sweeper.params=3"])
 
 
 @pytest.mark.slow

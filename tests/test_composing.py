@@ -29,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> dict[str, object
         patched.setattr(defaults_list, "_create_interpolation_map", composing._choices)
         patched.setattr(OverridesParser, "parse_rule", composing._word)
         patched.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composing._merge)
-        return compose_config("train", words)
+        return compose_config(words)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -37,15 +37,15 @@ def test_it_is_what_hydra_composes(words: list[str], monkeypatch: pytest.MonkeyP
     words = [*words, "run_dir=here"]  # which has the time else
     by_hydra = alone(monkeypatch, words)
     for _ in range(2):
-        assert compose_config("train", words) == by_hydra
-    compose_config("train", [*words, "seed=99"])["algorithm"].clear()
-    assert compose_config("train", words) == by_hydra, "a value stays with its configuration"
+        assert compose_config(words) == by_hydra
+    compose_config([*words, "seed=99"])["algorithm"].clear()
+    assert compose_config(words) == by_hydra, "a value stays with its configuration"
 
 
 @pytest.mark.parametrize("words", WRONG, ids=" ".join)
 def test_a_mistake_is_told_as_by_hydra(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    for compose in (lambda: alone(monkeypatch, words), lambda: compose_config("train", words), lambda: compose_config("train", words)):
+    for compose in (lambda: alone(monkeypatch, words), lambda: compose_config(words), lambda: compose_config(words)):
         with pytest.raises(UserError) as error:
             compose()
         told.append(str(error.value))
@@ -53,9 +53,9 @@ def test_a_mistake_is_told_as_by_hydra(words: list[str], monkeypatch: pytest.Mon
 
 
 def test_a_list_of_files_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compose_config("train", ["experiment=cartpole", "seed=1"])
+    compose_config(["experiment=cartpole", "seed=1"])
     kept = dict(composing._lists)
-    compose_config("train", ["experiment=cartpole", "seed=2", "run_dir=elsewhere"])
+    compose_config(["experiment=cartpole", "seed=2", "run_dir=elsewhere"])
     assert kept == composing._lists
-    compose_config("train", ["experiment=cartpole", "sim=halfcheetah"])
+    compose_config(["experiment=cartpole", "sim=halfcheetah"])
     assert len(composing._lists) == len(kept) + 1

@@ -66,7 +66,7 @@ def test_every_key_of_the_tables_can_be_typed() -> None:
     """Some choice of files has it; but for what is open, and parts that are set whole."""
     files = ["algorithm=bc", "algorithm=iql", "algorithm=grpo", "generation=vllm", "hybrid=fsdp2"]
     files += [f"policy={name}" for name in group_names("policy")]
-    composed = [compose_config("train", ["sim=pendulum", file, *["policy.target=a.b:c"] * (file == "policy=custom")]) for file in files]
+    composed = [compose_config(["sim=pendulum", file, *["policy.target=a.b:c"] * (file == "policy=custom")]) for file in files]
 
     def has(there: Any, parts: list[str]) -> bool:
         return not parts or (isinstance(there, dict) and parts[0] in there and has(there[parts[0]], parts[1:]))

@@ -98,14 +98,14 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
 )
 def test_mistakes_are_told_in_our_words(words: list[str], part: str) -> None:
     with pytest.raises(UserError) as found:
-        check_overrides("train", words)
+        check_overrides(words)
     assert part in str(found.value)
     assert len(str(found.value)) <= 400
     assert "\n" not in str(found.value)
 
 
 def test_composing_in_python_takes_the_same_paths() -> None:
-    assert compose_config("train", ["run_dir=/tmp/ä (1), 日"])["run_dir"] == "/tmp/ä (1), 日"
+    assert compose_config(["run_dir=/tmp/ä (1), 日"])["run_dir"] == "/tmp/ä (1), 日"
 
 
 @pytest.mark.slow

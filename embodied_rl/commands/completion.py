@@ -66,7 +66,7 @@ def _settings(word: str) -> list[str]:
         ]
     from embodied_rl.config.compose import compose_config
 
-    here: object = compose_config("train", [])
+    here: object = compose_config([])
     *path, _ = word.split(".")
     for part in path:
         here = here.get(part) if isinstance(here, dict) else None

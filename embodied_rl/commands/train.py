@@ -62,7 +62,7 @@ def help_text(width: int | None = None) -> str:
         shown = textwrap.wrap(text, width, initial_indent=" " * first, subsequent_indent=" " * indent, break_on_hyphens=False)
         return "\n".join(shown)
 
-    composed = compose_config("train", [])
+    composed = compose_config([])
     lines = ["usage: python -m embodied_rl.train [-m] [group=name …] [key=value …]", ""]
     lines += [
         wrapped("Train a policy in a simulator. With -m, values separated by commas give one run each, one after another.", 0),
@@ -101,7 +101,7 @@ def _hydra_main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text())
         return
-    arguments = check_overrides("train", sys.argv[1:], functools.partial(_check_run_of_sweep, folders=set()))
+    arguments = check_overrides(sys.argv[1:], functools.partial(_check_run_of_sweep, folders=set()))
     add_installed_configs()
     add_resolvers()
     runs = runs_to_show(arguments)

@@ -204,8 +204,8 @@ _TASKS = {"experiment", "sim", "policy", "algorithm", "resume"}
 """Keys that, beside ``domains``, choose a run's task."""
 
 
-def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose ``configs/<name>.yaml`` with overrides, as the command line does, into plain values.
+def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose ``configs/train.yaml`` with overrides, as the command line does, into plain values.
     Raises UserError naming the unknown key or choice, and the nearest one."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -213,14 +213,14 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     _check_choices(overrides)
     overrides = hydra_overrides(overrides)
     try:
-        return _plain(name, overrides)
+        return _plain(overrides)
     except RecursionError:
         raise UserError(f"{shown(max(overrides, key=len))} is nested too deeply to be read.") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises ValueError for a group set to null
-        raise UserError(_explain(error, name, overrides)) from error
+        raise UserError(_explain(error, overrides)) from error
 
 
-def _plain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _plain(overrides: Sequence[str]) -> dict[str, Any]:
     """What Hydra composes of our files and those of installed packages. Raises its errors."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -230,7 +230,7 @@ def _plain(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     add_resolvers()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        plain = OmegaConf.to_container(compose(name, overrides=open_kwargs(overrides)), resolve=True)
+        plain = OmegaConf.to_container(compose("train", overrides=open_kwargs(overrides)), resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
@@ -349,10 +349,10 @@ def or_main_job(overrides: Sequence[str]) -> list[str]:
 
 def load_train_config(overrides: Sequence[str]) -> TrainConfig:
     """The configuration that ``python -m embodied_rl.train OVERRIDES`` would run. Raises UserError."""
-    return TrainConfig.from_dict(compose_config("train", or_main_job(overrides)))
+    return TrainConfig.from_dict(compose_config(or_main_job(overrides)))
 
 
-def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainConfig], object] | None = None) -> list[str]:
+def check_overrides(arguments: Sequence[str], check: Callable[[TrainConfig], object] | None = None) -> list[str]:
     """Compose once before Hydra does, so that mistakes get our messages. Returns the arguments for Hydra.
 
     Composes each value of a sweep once. Searches a user's own folder (``--config-dir``) like ours.
@@ -363,9 +363,7 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     flags, overrides = split_flags(arguments)
     sweep = "--multirun" in flags
     given = [argument for argument in arguments if argument not in overrides]
-    overrides = with_sweeper_params(overrides, sweep)
-    if name == "train":
-        overrides = or_main_job(overrides)
+    overrides = or_main_job(with_sweeper_params(overrides, sweep))
     if not sweep:
         _check_choices(overrides)
     settings = hydra_overrides(overrides, sweep)
@@ -379,11 +377,9 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
             raise UserError(f"--config-dir {shown(folder)} is not a folder.")
         own = [f"hydra.searchpath=[{quoted_value('file://' + str(Path(folder).absolute()))}]"]
     for run in of_each_value(settings)[:_MOST_COMPOSED]:
-        plain = compose_config(name, [*run, *own])
-        if name == "train":
-            config = TrainConfig.from_dict(plain)
-            if sweep and check is not None:
-                check(config)
+        config = TrainConfig.from_dict(compose_config([*run, *own]))
+        if sweep and check is not None:
+            check(config)
     return [*given, *open_kwargs(settings)]
 
 
@@ -397,21 +393,21 @@ def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
     return [[*given, *run] for run in runs_of(overrides)]
 
 
-def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error)
     if choice := re.search(r"Could not find '([\w-]+)/([^']*)'", text):
         group, value = choice.groups()
         kind = {"sim": "Simulator"}.get(group, group.capitalize())
         return f"{kind} {shown(value)} is not known.{did_you_mean(value, group_names(group))}"
     if key := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text):
-        return _unknown_key(key[1] or key[2], name, overrides)
+        return _unknown_key(key[1] or key[2], overrides)
     if "integer string conversion" in text:
         return f"{shown(max(overrides, key=len))} has too many digits to be read."
     if twice := re.search(r"Multiple values for ([\w./-]*\w)", text):
         return f"'{twice[1]}' is chosen twice. Give it one value."
     if there := re.search(r"An item is already at '([^']+)'", text):
         return f"'{there[1]}' is already in the configuration: remove the '+' before it."
-    culprit = next((override for override in overrides if not _composes(name, override)), None)
+    culprit = next((override for override in overrides if not _composes(override)), None)
     if culprit is None:
         return f"These settings do not go together: {' '.join(map(shlex.quote, overrides))}. See python -m embodied_rl.train --cfg job."
     if culprit.startswith("~"):
@@ -422,19 +418,19 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     return f"{shown(culprit)} does not fit the configuration: the key must exist and the value must have its type; {hint}."
 
 
-def _composes(name: str, override: str) -> bool:
+def _composes(override: str) -> bool:
     try:
-        _plain(name, [override])
+        _plain([override])
     except Exception:  # compose_config reports any error
         return False
     return True
 
 
-def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
+def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     """Say which part of a dotted key exists, and which keys are there, in the files that the overrides choose."""
     # Only choices of existing files, so that a mistake in another override is not reported instead of the key.
     chosen = [override for override in overrides if override.partition("=")[2] in group_names(override.partition("=")[0])]
-    composed = compose_config(name, chosen)
+    composed = compose_config(chosen)
     here: object = composed
     walked: list[str] = []
     for part in key.split("."):

@@ -49,22 +49,26 @@ class JsonlLogger(Logger):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl (or of the one in a run's folder), without a last line that a crash cut off."""
-    return [json.loads(line) for line in _whole_lines(path / METRICS_FILE if path.is_dir() else path)]
+    return [row for row, _ in _whole_lines(path / METRICS_FILE if path.is_dir() else path)]
 
 
 def history_until(run_dir: Path, step: int) -> str:
     """The whole lines of a run's metrics.jsonl up to a step. Raises OSError if the file cannot be read."""
-    rows = ((json.loads(line), line) for line in _whole_lines(run_dir / METRICS_FILE))
-    return "".join(line for row, line in rows if isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= step)
+    return "".join(
+        line
+        for row, line in _whole_lines(run_dir / METRICS_FILE)
+        if isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= step
+    )
 
 
-def _whole_lines(path: Path) -> Iterator[str]:
+def _whole_lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """(value, line) of each line that is JSON."""
     for line in read_regular(path).decode("utf-8", "replace").splitlines(keepends=True):
         try:
-            parse_json(line)
+            row = parse_json(line)
         except ValueError:
             continue
-        yield line if line.endswith("\n") else line + "\n"
+        yield row, line.removesuffix("\n") + "\n"
 
 
 CURVES_FILE = "curves.png"

@@ -201,9 +201,9 @@ def _base(chance: random.Random) -> tuple[str, ...]:
 def schema(base: tuple[str, ...]) -> dict[str, Any]:
     """{key: type} of what a choice of files composes to."""
     try:
-        plain = compose_config("train", base)
+        plain = compose_config(base)
     except UserError:
-        plain = compose_config("train", ())
+        plain = compose_config(())
     return dict(leaves(TrainConfig, plain))
 
 
