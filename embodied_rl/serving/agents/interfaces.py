@@ -28,9 +28,14 @@ from embodied_rl.serving.agents.chat import (
 from embodied_rl.serving.http_server import COUNT, FLAG, LIST, NUMBER, OBJECT, TEXT, TEXTS, HttpProblem
 
 _TOKENS = {"type": "integer", "minimum": 1, "maximum": 2**20}
-_SAMPLING = {"temperature": {**NUMBER, "minimum": 0, "maximum": 100}, "top_p": {**NUMBER, "minimum": 1e-6, "maximum": 1}}
-_TOOL_CHOICE = {"description": "auto, none, required, or one function."}
-_TOP_LOGPROBS = {**COUNT, "maximum": 20}
+_COMMON = {
+    "model": TEXT,
+    "tools": LIST,
+    "temperature": {**NUMBER, "minimum": 0, "maximum": 100},
+    "top_p": {**NUMBER, "minimum": 1e-6, "maximum": 1},
+    "stream": FLAG,
+}
+"""Fields of all interfaces."""
 
 
 def _without_effect(*names: str) -> dict[str, Any]:
@@ -38,8 +43,14 @@ def _without_effect(*names: str) -> dict[str, Any]:
     return {name: {"description": "Without effect here."} for name in names}
 
 
-_HARMLESS = _without_effect("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""Those of OpenAI's clients."""
+_OPENAI = {
+    **_COMMON,
+    "tool_choice": {"description": "auto, none, required, or one function."},
+    "parallel_tool_calls": FLAG,
+    "top_logprobs": {**COUNT, "maximum": 20},
+    **_without_effect("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+"""Fields of both of OpenAI's interfaces."""
 
 Recall = Callable[[str], tuple[dict[str, Any], ...] | None]
 """Messages of an earlier answer by its id, itself included; None: unknown."""
@@ -173,28 +184,21 @@ class ChatCompletions(Interface):
 
     id_prefix = "chatcmpl-"
     fields: ClassVar[Mapping[str, Any]] = {
-        "model": TEXT,
+        **_OPENAI,
         "messages": {**LIST, "description": "Texts, tool calls and their results."},
-        "tools": LIST,
-        "tool_choice": _TOOL_CHOICE,
-        "parallel_tool_calls": FLAG,
         "response_format": {**OBJECT, "description": "text, json_object, or json_schema with its schema."},
         "max_tokens": _TOKENS,
         "max_completion_tokens": _TOKENS,
-        **_SAMPLING,
         "top_k": {"type": "integer", "minimum": -1, "maximum": 2**20},
         "seed": {**COUNT, "maximum": 2**63 - 1},
         "stop": {"description": "A text or several; the answer ends before the first."},
         "n": {"type": "integer", "minimum": 1, "maximum": 128},
         "logprobs": FLAG,
-        "top_logprobs": _TOP_LOGPROBS,
-        "stream": FLAG,
         "stream_options": OBJECT,
         "frequency_penalty": {"enum": [0]},
         "presence_penalty": {"enum": [0]},
         "logit_bias": {"enum": [{}]},
         "modalities": {"enum": [["text"]]},
-        **_HARMLESS,
     }
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
@@ -296,22 +300,15 @@ class Responses(Interface):
 
     id_prefix = "resp_"
     fields: ClassVar[Mapping[str, Any]] = {
-        "model": TEXT,
+        **_OPENAI,
         "input": {"description": "A text, or items: messages, function calls and their outputs."},
         "instructions": TEXT,
         "previous_response_id": TEXT,
-        "tools": LIST,
-        "tool_choice": _TOOL_CHOICE,
-        "parallel_tool_calls": FLAG,
         "text": {**OBJECT, "description": "format: text, json_object, or json_schema with its schema."},
         "include": TEXTS,
         "max_output_tokens": _TOKENS,
-        **_SAMPLING,
-        "top_logprobs": _TOP_LOGPROBS,
-        "stream": FLAG,
         "truncation": {"enum": ["disabled", "auto"]},
         "background": {"enum": [False]},
-        **_HARMLESS,
         **_without_effect("stream_options", "reasoning", "max_tool_calls"),
     }
 
@@ -505,17 +502,14 @@ class Messages(Interface):
 
     id_prefix = "msg_"
     fields: ClassVar[Mapping[str, Any]] = {
-        "model": TEXT,
+        **_COMMON,
         "messages": {**LIST, "description": "Texts, uses of tools and their results."},
         "system": {"description": "A text, or blocks of text."},
         "max_tokens": _TOKENS,
         "stop_sequences": TEXTS,
-        **_SAMPLING,
         "top_k": {**COUNT, "maximum": 2**20},
-        "tools": LIST,
         "tool_choice": {**OBJECT, "description": "auto, any, tool with its name, or none."},
         "output_config": {**OBJECT, "description": "format: json_schema with its schema."},
-        "stream": FLAG,
         "thinking": {"enum": [{"type": "disabled"}]},
         **_without_effect("metadata", "service_tier", "cache_control"),
     }
