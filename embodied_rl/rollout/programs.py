@@ -128,7 +128,6 @@ class ProgramRunner:
             self._pool = ProgramPool(words, program.lasting_environment(options, proxy.base_url, model), options.timeout_s, self._box)
         self._running: dict[Hashable, _Running] = {}
         self._failed_to_start: list[Played] = []
-        self._put_aside: dict[str, CapturedSession] = {}  # sessions that the programs themselves ended
 
     @property
     def tags(self) -> list[Hashable]:
@@ -182,7 +181,6 @@ class ProgramRunner:
         one = self._running.pop(tag)
         one.process.end()
         self.proxy.end_session(one.session)
-        self._ended_by_client(one.session)
 
     def stop_all(self) -> None:
         """End all programs; an idle program that stays is kept for `start`."""
@@ -212,8 +210,7 @@ class ProgramRunner:
             said = f"It returned reward {ending.reward:g}, but sim.kwargs.reward=http needs it posted: set sim.kwargs.reward=return."
             ending = replace(ending, output=f"{ending.output}\n{said}", failed=True)
         seconds = time.monotonic() - one.started_s
-        # If the program ended its session itself, the proxy has put the session aside.
-        captured = self.proxy.end_session(one.session) or self._ended_by_client(one.session)
+        captured = self.proxy.end_session(one.session)
         num_turns = 0 if captured is None else len(captured.turns)
         kind = self._fault_kind(captured, ending, late)
         if kind is not None or captured is None:
@@ -238,11 +235,6 @@ class ProgramRunner:
             return ProgramFaultKind.NO_REWARD
         trainable = all(bool((turn.log_prob <= 0).all()) for turn in captured.turns)  # False for NaN
         return None if trainable else ProgramFaultKind.NOT_TRAINABLE
-
-    def _ended_by_client(self, session: str) -> CapturedSession | None:
-        for captured in self.proxy.take_finished():
-            self._put_aside[captured.session] = captured
-        return self._put_aside.pop(session, None)
 
 
 _LOOK_S = 0.25

@@ -268,7 +268,7 @@ def test_our_own_client_talks_to_it(tokenizer: ChatTokenizer) -> None:
     with serving(says(tokenizer, "go left"), tokenizer) as proxy:
         for stream in (True, False):
             client = OpenAITokens(OpenAIOptions(proxy.base_url, "tiny", api="chat", stream=stream))
-            client._loop.call(_with_key(client, f"client-{stream}"))
+            client._wait(_with_key(client, f"client-{stream}"))
             client.submit([GenerationRequest(request_id=1, prompt_ids=np.array([1]), max_new_tokens=9, messages=(user("Where?"),))])
             (completion,) = client.poll()
             assert (completion.text, completion.finish_reason) == ("go left", "stop"), completion
@@ -411,8 +411,11 @@ def test_with_a_token_sessions_are_opened_and_have_keys(tokenizer: ChatTokenizer
         assert ask(proxy, "/sessions/s1/reward", {"reward": 1}, opened["api_key"])[0] == 200
         assert ask(proxy, "/sessions/s1/end", {}, "correct horse")[1]["reward"] == 1.0
         assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, opened["api_key"])[0] == 401, "its key is void"
-        (ended,) = proxy.take_finished()
-        assert ended.metadata == {"task": 7}
+        assert ask(proxy, f"/sessions/{other['id']}/end", {}, "correct horse")[0] == 200
+        ended = proxy.end_session("s1")
+        assert ended is not None
+        assert (ended.metadata, ended.ended_by, proxy.end_session("s1")) == ({"task": 7}, "client", None)
+        assert [session.session for session in proxy.take_finished()] == [other["id"]], "another caller's session stays"
 
 
 def test_limits_of_sessions(tokenizer: ChatTokenizer) -> None:

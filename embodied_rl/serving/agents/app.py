@@ -158,10 +158,13 @@ class AgentProxy:
         return 0 if session is None else session.num_turns
 
     def end_session(self, name: str) -> CapturedSession | None:
-        """End an open session and return it, instead of leaving it to `take_finished`. None: it has ended already."""
+        """End a session, or take one that its client ended, instead of leaving it to `take_finished`. None: there is none of that name."""
         session = self._book.sessions.get(name)
         if session is None:
-            return None
+            taken = next((one for one in list(self._finished) if one.session == name), None)
+            if taken is not None:
+                self._finished.remove(taken)
+            return taken
         captured, first = session.end("close")
         self._book.forget(session)
         return captured if first else None
