@@ -22,7 +22,6 @@ import numpy as np
 from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest, tool_calls, tools_text
 from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.tools.builtin import make_toolbox
-from embodied_rl.agents.turns import Dropped
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
@@ -52,21 +51,13 @@ class Prompt:
 
     token_ids: np.ndarray
     """[P] int64"""
-    dropped: Dropped | None = None
-    """Part of the past that was left out; None: nothing."""
+    dropped: int = 0
+    """Number of earlier turns that were left out because of their length."""
     shown: tuple[Exchange, ...] = ()
     """Exchanges before the message that is to be answered."""
     message: str = ""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each, for the placeholders in `token_ids` (`embodied_rl.agents.agent`)."""
-
-
-@dataclass(frozen=True)
-class PromptTooLong:
-    """No prompt is possible: even the shortest one of the strategy has too many tokens."""
-
-    num_tokens: int
-    limit: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,13 +214,14 @@ class Conversation:
         self._within: list[tuple[np.ndarray, str]] = []
         """(sampled call, results of its tools) of the present turn."""
 
-    def prompt(self, observation: str) -> Prompt | PromptTooLong:
+    def prompt(self, observation: str) -> Prompt | None:
+        """Prompt of the next turn. None: even the shortest one of the strategy has too many tokens."""
         self._step += 1
         self._observation, self._within = observation, []
         return self._fitted()
 
-    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
-        """Prompt that continues the turn after a call of tools; `token_ids`: the sampled call, `response`: the tools' results."""
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | None:
+        """As `prompt`, one that continues the turn after a call of tools; `token_ids`: the sampled call, `response`: the tools' results."""
         self._within.append((token_ids, response))
         return self._fitted()
 
@@ -261,20 +253,15 @@ class Conversation:
         ]
         return self._prompts.joined(*self._turn(memory="".join(items), summary=self._summary))
 
-    def _fitted(self) -> Prompt | PromptTooLong:
+    def _fitted(self) -> Prompt | None:
         """Prompt with as many of the newest turns as fit."""
-        num_turns, limit = len(self._past), self._prompts.limit
-        whole = self._draft(num_turns)
-        length = len(whole.token_ids)
-        if length <= limit:
-            return whole
-        if self._config.overflow == "drop_oldest":
-            for kept in range(num_turns - 1, -1, -1):
-                shorter = self._draft(kept)
-                if len(shorter.token_ids) <= limit:
-                    return dataclasses.replace(shorter, dropped=Dropped(num_turns - kept, length - len(shorter.token_ids)))
-            length = len(self._draft(0).token_ids)
-        return PromptTooLong(length, limit)
+        num_turns = len(self._past)
+        fewest = 0 if self._config.overflow == "drop_oldest" else num_turns
+        for kept in range(num_turns, fewest - 1, -1):
+            prompt = self._draft(kept)
+            if len(prompt.token_ids) <= self._prompts.limit:
+                return dataclasses.replace(prompt, dropped=num_turns - kept)
+        return None
 
 
 @dataclass(frozen=True)
@@ -304,16 +291,14 @@ class ImageInputs:
         """Text that represents an observation's pictures, before its text."""
         return self.placeholder * len(self.keys)
 
-    def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray], limit: int) -> Prompt | PromptTooLong:
-        """A prompt with those of the episode's pictures that it shows, whose tokens count towards `limit` too."""
-        if not self.keys or isinstance(prompt, PromptTooLong):
+    def show(self, prompt: Prompt | None, seen: Sequence[np.ndarray], limit: int) -> Prompt | None:
+        """A prompt with those of the episode's pictures that it shows; None: with their tokens it has more than `limit`."""
+        if not self.keys or prompt is None:
             return prompt
         count = int((prompt.token_ids == self.image_token_id).sum())
         images = tuple(seen[len(seen) - count :])
         token_ids = self.expand(prompt.token_ids, images)
-        if len(token_ids) > limit:
-            return PromptTooLong(len(token_ids), limit)
-        return dataclasses.replace(prompt, token_ids=token_ids, images=images)
+        return dataclasses.replace(prompt, token_ids=token_ids, images=images) if len(token_ids) <= limit else None
 
 
 TEXT_ONLY = ImageInputs((), "", -1, lambda token_ids, images: token_ids)
@@ -361,7 +346,7 @@ class Agent:
             self.close()
             raise
 
-    def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray]) -> Prompt | PromptTooLong:
+    def show(self, prompt: Prompt | None, seen: Sequence[np.ndarray]) -> Prompt | None:
         """A prompt with those of the episode's pictures that it shows."""
         return self.image_inputs.show(prompt, seen, self.prompts.limit)
 

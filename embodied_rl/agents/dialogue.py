@@ -70,8 +70,8 @@ def _turn(index: int, turn: Turn, decode: Decode, known: np.ndarray) -> str:
     notes = [f"turn {index}", f"log-probability {score:.2f}", f"reward {turn.reward:g}"]
     if isinstance(turn.parsed, InvalidAction):
         notes.append(f'<span class="bad">no action: {turn.parsed.reason}</span>')
-    if turn.dropped is not None:
-        notes.append(f"{turn.dropped.num_turns} earlier turns were left out")
+    if turn.dropped:
+        notes.append(f"{turn.dropped} earlier turns were left out")
     continues = len(known) and np.array_equal(turn.prompt_ids[: len(known)], known)
     new = turn.prompt_ids[len(known) :] if continues else turn.prompt_ids
     what = f"Prompt: {len(turn.prompt_ids):,} tokens" + (f", the last {len(new):,} after all of the turn before" if continues else "")

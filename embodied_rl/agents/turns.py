@@ -14,14 +14,6 @@ from embodied_rl.agents.parsing import ParsedAction
 from embodied_rl.types import Episode, EpisodeGroup
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """Part of the past that a prompt left out because of its length."""
-
-    num_turns: int
-    num_tokens: int
-
-
 @dataclass(frozen=True, eq=False)
 class Turn:
     """One prompt, the answer sampled for it, and the result."""
@@ -42,8 +34,8 @@ class Turn:
     """Simulator's reward minus the penalty of an invalid answer."""
     game_reward: float
     """Simulator's reward."""
-    dropped: Dropped | None = None
-    """Part that the prompt left out; None: nothing."""
+    dropped: int = 0
+    """Number of earlier turns that the prompt left out."""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each: pictures of the prompt."""
     structure: str | None = None

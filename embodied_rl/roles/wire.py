@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ToolCall, ToolRequest, ValidAction
-from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn
+from embodied_rl.agents.turns import AgentEpisode, Turn
 from embodied_rl.errors import NonFiniteError, UserError
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
 from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout
 
-_AGENTS: tuple[type[Any], ...] = (AgentEpisode, Dropped, InvalidAction, MalformedCall, ToolCall, ToolRequest, Turn, ValidAction)
+_AGENTS: tuple[type[Any], ...] = (AgentEpisode, InvalidAction, MalformedCall, ToolCall, ToolRequest, Turn, ValidAction)
 _ROBOTS: tuple[type[Any], ...] = (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ROBOTS, *_AGENTS)}
 _ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (FaultKind,)}

@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
+from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt
 from embodied_rl.agents.parsing import InvalidAction, Reason, ToolRequest
 from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
@@ -242,7 +242,7 @@ class AgentCollector(SlotPump[_Playing]):
             playing.seen.append({key: copied(part[row]) for key, part in observation.items()})
         playing.budget.begin_turn()
 
-    def _prompt_after(self, playing: _Playing, observation: Observation, row: int) -> Prompt | PromptTooLong:
+    def _prompt_after(self, playing: _Playing, observation: Observation, row: int) -> Prompt | None:
         """The prompt that would follow if an episode were not over: a critic values it."""
         text = self.agent.image_inputs.look(observation, row, playing.images)
         return self.agent.show(playing.conversation.prompt(text), playing.images)
@@ -255,7 +255,7 @@ class AgentCollector(SlotPump[_Playing]):
         truncated: bool,
         final_seen: dict[str, Any] | None = None,
         summary: EpisodeSummary | None = None,
-        next_prompt: Prompt | PromptTooLong | None = None,
+        next_prompt: Prompt | None = None,
     ) -> None:
         """End an episode. `final_seen`: the simulator's last observation, None if the agent saw it; `summary`: None if the simulator goes
         on; `next_prompt`: that of a truncated episode, for a critic."""
@@ -279,7 +279,7 @@ class AgentCollector(SlotPump[_Playing]):
             seen = playing.seen if final_seen is None else [*playing.seen, final_seen]
             turns, success = [playing.turns[number] for number in playing.stepped], list(playing.stepped.values())
             self.recorder.finished_turns(playing.assignment, turns, seen, success, terminated=terminated, truncated=truncated)
-        after = (next_prompt.token_ids, next_prompt.images) if isinstance(next_prompt, Prompt) else None
+        after = (next_prompt.token_ids, next_prompt.images) if next_prompt is not None else None
         episode = replace(episode, metadata={**episode.metadata, **self._start_metadata(playing.start)}, next_prompt=after)
         self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
 
@@ -350,12 +350,12 @@ class AgentCollector(SlotPump[_Playing]):
 
     # ---- the model's side -------------------------------------------------------------------------------------------
 
-    def _ask(self, slots: list[int], prompt_of: Callable[[_Playing], Prompt | PromptTooLong]) -> None:
+    def _ask(self, slots: list[int], prompt_of: Callable[[_Playing], Prompt | None]) -> None:
         requests = []
         for slot in slots:
             playing = self._playing[slot]
             prompt = self.agent.show(prompt_of(playing), playing.images)
-            if isinstance(prompt, PromptTooLong):
+            if prompt is None:
                 self._counts["too_long"] += 1
                 self._finish(slot, terminated=False, truncated=True)
                 continue
@@ -409,7 +409,7 @@ class AgentCollector(SlotPump[_Playing]):
         answer = self.agent.read(completion, playing.budget)
         playing.answered = _Answered(playing.observation, playing.prompt, completion, answer)
         counts = {"turns": 1, "prompt_tokens": len(playing.prompt.token_ids), "answer_tokens": completion.num_tokens}
-        counts |= {"dropped": int(playing.prompt.dropped is not None)}
+        counts |= {"dropped": int(playing.prompt.dropped > 0)}
         if isinstance(answer.parsed, InvalidAction):
             counts |= {"invalid": 1, f"invalid_{answer.parsed.reason}": 1}
         counts |= {"tool_turns": int(isinstance(answer.parsed, ToolRequest))} if self.agent.tools is not None else {}
@@ -433,7 +433,7 @@ class AgentCollector(SlotPump[_Playing]):
                 self._stop(slot)
             else:
                 asking.append(slot)
-        prompts: dict[int, Prompt | PromptTooLong] = {}
+        prompts: dict[int, Prompt | None] = {}
         for slot in asking:
             playing = self._playing[slot]
             assert playing.answered is not None, "its answer called tools"

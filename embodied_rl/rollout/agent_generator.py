@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
+from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt
 from embodied_rl.agents.parsing import InvalidAction, ToolRequest
 from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.turns import texts
@@ -91,7 +91,7 @@ class AgentGenerator(QueuedGenerator):
         """Request the actions of slots whose episodes have begun; `observation` contains ``text`` [n]."""
         looked = ((row, slot, self._conversations[slot].images) for row, slot in enumerate(slots.tolist()))
         seen = {slot: self.agent.image_inputs.look(observation, row, images) for row, slot, images in looked}
-        prompts: dict[int, Prompt | PromptTooLong] = {}
+        prompts: dict[int, Prompt | None] = {}
         for slot, text in seen.items():
             playing = self._conversations[slot]
             playing.budget.begin_turn()
@@ -103,18 +103,18 @@ class AgentGenerator(QueuedGenerator):
         self._acted.append(ActedBatch(slots.copy(), texts(chosen), np.zeros((len(slots), 1), np.float32), self.version))
 
     def _answer(
-        self, prompts: Mapping[int, Prompt | PromptTooLong], seen: Mapping[int, str], answers: dict[int, str]
-    ) -> tuple[dict[int, Prompt | PromptTooLong], dict[int, str]]:
+        self, prompts: Mapping[int, Prompt | None], seen: Mapping[int, str], answers: dict[int, str]
+    ) -> tuple[dict[int, Prompt | None], dict[int, str]]:
         """Sample answers to {slot: prompt}; put actions into `answers`; return {slot: prompt} and {slot: text} after tool calls."""
         requests, asked = [], {}
         prompts = {slot: self.agent.show(prompt, self._conversations[slot].images) for slot, prompt in prompts.items()}
         for slot, prompt in prompts.items():
             self._counts["turns"] += 1
-            if isinstance(prompt, PromptTooLong):
+            if prompt is None:
                 self._counts["too_long"] += 1
                 answers[slot] = ""
                 continue
-            self._counts["dropped"] += prompt.dropped is not None
+            self._counts["dropped"] += prompt.dropped > 0
             seed = self._conversations[slot].next_seed(self._seed, seen[slot])
             requests.append(self.agent.request(self._next_id, prompt, seen[slot], seed=seed, temperature=self.temperature))
             asked[self._next_id] = slot
@@ -132,7 +132,7 @@ class AgentGenerator(QueuedGenerator):
                 answer = self.agent.read(completion, playing.budget)
                 if self.on_answer is not None:
                     asked_with = prompts[slot_of]
-                    assert isinstance(asked_with, Prompt), "what was too long was not asked"
+                    assert asked_with is not None, "what was too long was not asked"
                     self.on_answer(slot_of, seen[slot_of], asked_with, completion, answer)
                 if isinstance(answer.parsed, ToolRequest):
                     assert self.agent.tools is not None, "without tools no answer calls any"

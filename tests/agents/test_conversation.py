@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embodied_rl.agents.agent import Agent, Prompt, PromptTooLong
+from embodied_rl.agents.agent import Agent, Prompt
 from embodied_rl.agents.parsing import ValidAction
-from embodied_rl.agents.turns import Dropped, Turn, rows_of
+from embodied_rl.agents.turns import Turn, rows_of
 from embodied_rl.config import AgentConfig
 from embodied_rl.errors import UserError
 from tests.agents.toys import STOP, ForgetfulTokenizer, MergingTokenizer
@@ -142,7 +142,7 @@ def test_what_is_too_long_is_dropped_from_the_past_and_told() -> None:
     for observation in ("o1", "o2", "o3"):
         found.append(conversation.prompt(observation))
         conversation.answered(answer, "xy", "xy")
-    assert [prompt.dropped for prompt in found if isinstance(prompt, Prompt)] == [None, None, Dropped(1, 6)]
+    assert [prompt.dropped for prompt in found if isinstance(prompt, Prompt)] == [0, 0, 1]
     assert isinstance(found[2], Prompt)
     assert TOKENS.decode(found[2].token_ids) == "o2>xyo3>"
 
@@ -155,17 +155,17 @@ def test_memory_drops_its_oldest_items_and_tells_how_many() -> None:
         conversation.answered(np.array([1]), "xy", "xy")
     prompt = conversation.prompt("o4")  # 3 x 5 + 2 tokens, and 12 fit
     assert isinstance(prompt, Prompt)
-    assert prompt.dropped == Dropped(1, 5)
+    assert prompt.dropped == 1
     assert TOKENS.decode(prompt.token_ids) == "o2xy,o3xy,o4"
 
 
 def test_an_observation_that_does_not_fit_at_all_is_no_prompt() -> None:
     agent = make(20, strategy="memory", chat=False)
-    assert agent.begin().prompt("x" * 13) == PromptTooLong(13, 12)
+    assert agent.begin().prompt("x" * 13) is None
     ending = make(20, strategy="full", chat=False, overflow="end_episode", template="{observation}>").begin()
     assert isinstance(ending.prompt("123456"), Prompt)
     ending.answered(SPLIT_AB, "ab", "ab")
-    assert ending.prompt("123456") == PromptTooLong(17, 12)
+    assert ending.prompt("123456") is None
 
 
 def test_templates_that_cannot_continue_a_conversation_are_one_line() -> None:
@@ -201,7 +201,7 @@ def test_a_context_without_room_is_told_before_anything_is_played() -> None:
 
 def test_prompts_that_no_observation_fits_into_are_told_before_anything_is_played() -> None:
     # A context of 500 less an answer of 8.
-    assert make(max_prompt_tokens=492).begin().prompt("x" * 600) == PromptTooLong(608, 492)
+    assert make(max_prompt_tokens=492).begin().prompt("x" * 600) is None
     told = "agent.max_prompt_tokens=493 is more than the 492 tokens that agent.max_new_tokens=8 leaves of the model's context of 500"
     with pytest.raises(UserError, match=told):
         make(max_prompt_tokens=493)

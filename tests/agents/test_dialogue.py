@@ -9,7 +9,7 @@ import numpy as np
 
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.parsing import InvalidAction, ValidAction
-from embodied_rl.agents.turns import Dropped, Turn
+from embodied_rl.agents.turns import Turn
 from tests.agents.samples import make_episode
 
 
@@ -38,7 +38,7 @@ class Reader(HTMLParser):
 def test_a_page_tells_observations_answers_scores_and_outcomes(tmp_path: Path) -> None:
     ids = np.array([60, 98, 62])  # "<b>": text of a model must not become markup
     scores, version = np.array([-0.5, -1.25, 0.0], np.float32), np.zeros(3, np.int64)
-    said = Turn("a <wall> & P", np.array([1]), ids, scores, version, "<b>", ValidAction("<b>"), 1.0, 1.0, Dropped(2, 9))
+    said = Turn("a <wall> & P", np.array([1]), ids, scores, version, "<b>", ValidAction("<b>"), 1.0, 1.0, 2)
     wrong = Turn("board\ud83d", np.array([1]), ids[:1], scores[:1], version[:1], "<", InvalidAction("unknown_action", "<"), -0.1, 0.0)
     episode = make_episode([wrong, said], seed=77, success=True)
     path = write_dialogues(tmp_path / "d.html", [episode], lambda tokens: "".join(map(chr, tokens)), "Lake & more")

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from embodied_rl.agents.agent import ImageInputs, Prompt, PromptTooLong
+from embodied_rl.agents.agent import ImageInputs, Prompt
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import LanguageConfig, TrainConfig
@@ -195,7 +195,7 @@ def test_image_inputs_by_hand() -> None:
     assert isinstance(shown, Prompt)
     assert shown.token_ids.tolist() == [5, 9, 9, 9, 6]
     assert shown.images[0] is seen[1]
-    assert image_inputs.show(prompt, seen, limit=4) == PromptTooLong(5, 4)
+    assert image_inputs.show(prompt, seen, limit=4) is None
     plain = image_inputs.show(Prompt(np.array([5])), seen, limit=4)
     assert isinstance(plain, Prompt)
     assert plain.images == ()

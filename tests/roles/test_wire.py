@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ParsedAction, ToolCall, ToolRequest, ValidAction
-from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
+from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.distributed.channel import Link, can_be_read
 from embodied_rl.errors import UserError
 from embodied_rl.roles.wire import RoleError, decode_error, encode_error, pack, unpack
@@ -141,7 +141,7 @@ def test_episodes_of_agents() -> None:
 
     calls = ToolRequest((ToolCall("calculator", {"expression": "6 * 7", "digits": [1, None]}), MalformedCall("not closed", "{")))
     turns = [
-        turn(ValidAction("left"), 3, dropped=Dropped(2, 40)),
+        turn(ValidAction("left"), 3, dropped=2),
         turn(InvalidAction("cut", "lef"), 4, images=(np.arange(12, dtype=np.uint8).reshape(2, 2, 3),)),
         turn(calls, 4),
     ]
