@@ -5,7 +5,6 @@ Shape legend: T units of one sequence (steps, or messages of several steps), S p
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -433,11 +432,9 @@ class EpisodeDataset:
         self._steps = np.array([int(recording.lengths[number]) for recording, number in self._episodes], np.int64)
         self._bytes = (self._steps + 1) * _bytes_per_step(spec, options)
         self._budget = memory_mb * 2**20
-        self._windows: list[tuple[int, ...]] = []
-        self._rounds: list[int] = []
-        self._stops: list[int] = []
-        """Steps up to the end of each window, counted over all rounds."""
-        self._loaded: tuple[tuple[int, ...], TransitionTable] | None = None
+        self._round: tuple[int, list[list[int]], np.ndarray] | None = None
+        """The round that was used last, its windows, and the step of the round at which each of them ends."""
+        self._loaded: tuple[list[int], TransitionTable] | None = None
 
     @property
     def num_episodes(self) -> int:
@@ -454,19 +451,16 @@ class EpisodeDataset:
 
     def sample(self, number: int, size: int) -> Transitions:
         """Minibatch `number` of B = size transitions, drawn with replacement; each window has its share of the minibatches."""
-        window = 0
-        if not self.fits:
-            place = number * self.num_steps // max(1, self.num_steps // size)
-            self._first_window(place // self.num_steps + 1)  # the round of this step is there
-            window = bisect.bisect_right(self._stops, place)
-        table = self._table(window)
+        turn, place = divmod(number * self.num_steps // max(1, self.num_steps // size), self.num_steps)
+        windows, stops = self._windows(turn)
+        table = self._table(windows[int(np.searchsorted(stops, place, side="right"))])
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, _SAMPLE, number]))
         return table.gather(rng.integers(table.num_units, size=size))
 
     def epoch(self, number: int, size: int) -> Iterator[Transitions]:
         """Yield every unit once, in a new order for each epoch, in minibatches of about `size`, never a tiny rest."""
-        for index in range(self._num_windows(number)):
-            table = self._table(self._first_window(number) + index)
+        for index, window in enumerate(self._windows(number)[0]):
+            table = self._table(window)
             rng = np.random.default_rng(np.random.SeedSequence([self._seed, _EPOCH, number, index]))
             order = rng.permutation(table.num_units)
             for part in np.array_split(order, -(-len(order) // size)):
@@ -474,8 +468,8 @@ class EpisodeDataset:
 
     def observations(self) -> Iterator[Observation]:
         """Yield the observations {key: [n, ...]} before each unit, each once, for normalisation statistics."""
-        for index in range(self._num_windows(0)):
-            table = self._table(index)
+        for window in self._windows(0)[0]:
+            table = self._table(window)
             yield {key: part[table.row] for key, part in table.observation.items()}
 
     def rewards(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -489,46 +483,26 @@ class EpisodeDataset:
 
     # ---- windows ----------------------------------------------------------------------------------------------------
 
-    def _table(self, window: int) -> TransitionTable:
-        chosen = self._window(window)
-        if self._loaded is None or self._loaded[0] != chosen:
+    def _table(self, window: list[int]) -> TransitionTable:
+        if self._loaded is None or self._loaded[0] is not window:
             self._loaded = None  # release the old part before the new one is read
-            self._loaded = (chosen, TransitionTable.read([self._episodes[index] for index in chosen], self.spec.action, self.options))
+            self._loaded = (window, TransitionTable.read([self._episodes[index] for index in window], self.spec.action, self.options))
         return self._loaded[1]
 
-    def _window(self, number: int) -> tuple[int, ...]:
-        """Episodes of window `number`, counted over all rounds."""
-        if self.fits:
-            return tuple(range(self.num_episodes))
-        while len(self._windows) <= number:
-            self._add_round()
-        return self._windows[number]
-
-    def _first_window(self, epoch: int) -> int:
-        if self.fits:
-            return 0
-        while len(self._rounds) <= epoch:
-            self._add_round()
-        return self._rounds[epoch]
-
-    def _num_windows(self, epoch: int) -> int:
-        return 1 if self.fits else self._first_window(epoch + 1) - self._first_window(epoch)
-
-    def _add_round(self) -> None:
-        """Add a new order of all episodes, cut into windows that fit."""
-        self._rounds.append(len(self._windows))
-        rng = np.random.default_rng(np.random.SeedSequence([self._seed, _ORDER, len(self._rounds)]))
-        window: list[int] = []
-        size = 0
-        for index in rng.permutation(self.num_episodes).tolist():
-            if window and size + self._bytes[index] > self._budget:
-                self._windows.append(tuple(window))
-                window, size = [], 0
-            window.append(index)
-            size += int(self._bytes[index])
-        self._windows.append(tuple(window))
-        for chosen in self._windows[self._rounds[-1] :]:
-            self._stops.append((self._stops[-1] if self._stops else 0) + int(self._steps[list(chosen)].sum()))
+    def _windows(self, turn: int) -> tuple[list[list[int]], np.ndarray]:
+        """Windows of round `turn`, and the step of the round at which each ends. Each round has a new order of all episodes, cut into
+        windows that fit; if all fit, it is one window."""
+        if self._round is None or (self._round[0] != turn and not self.fits):
+            rng, windows, size = np.random.default_rng(np.random.SeedSequence([self._seed, _ORDER, turn + 1])), list[list[int]](), 0
+            order = np.arange(self.num_episodes) if self.fits else rng.permutation(self.num_episodes)
+            for index in order.tolist():
+                if not windows or size + self._bytes[index] > self._budget:
+                    windows.append([])
+                    size = 0
+                windows[-1].append(index)
+                size += int(self._bytes[index])
+            self._round = turn, windows, np.cumsum([self._steps[window].sum() for window in windows])
+        return self._round[1:]
 
 
 def split_episodes(episodes: Sequence[EpisodeRef], share: float, *, seed: int) -> tuple[list[EpisodeRef], list[EpisodeRef]]:
