@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -205,8 +205,10 @@ class DataFile:
         """{episode: (its first row, the row after its last)}"""
         self._cached: tuple[Any, Any] = (None, None)
 
-    def episode(self, number: int, length: int, names: list[str]) -> Rows:
-        """Read columns of an episode of `length` steps."""
+    def columns(self, number: int, length: int, features: Sequence[Feature]) -> dict[str, np.ndarray]:
+        """{field: rows} of an episode of `length` steps: [T, *shape] numbers; object arrays [T] of str, JSON values, or bytes of picture
+        files."""
+        names = sorted({"episode_index", *(feature.name for feature in features)})
         if missing := [name for name in names if name not in self._names]:
             raise damaged(self.path, "is missing", number, missing[0])
         start, end = self._spans.get(number, (0, 0))
@@ -218,7 +220,41 @@ class DataFile:
         if self._cached[0] != (first, last, names):
             with raised_as_damage(self.path, number):
                 self._cached = (first, last, names), self._file.read_row_groups(list(range(first, last + 1)), columns=names)
-        return Rows(self.path, number, self._cached[1].slice(start - before, length))
+        rows = self._cached[1].slice(start - before, length)
+        return {feature.field: self._column(rows[feature.name], number, feature) for feature in features}
+
+    def _column(self, column: pa.ChunkedArray, number: int, feature: Feature) -> np.ndarray:
+        import pyarrow as pa
+
+        if column.null_count:
+            raise damaged(self.path, f"has no value in {column.null_count} rows", number, feature.name)
+        with raised_as_damage(self.path, number, feature.name):
+            if feature.storage == "image":
+                return np.fromiter(_distinct(column, lambda value: value), object)
+            if feature.storage in ("text", "json"):
+                if not (pa.types.is_string(kind := _kind(column)) or pa.types.is_large_string(kind)):
+                    raise damaged(self.path, "must hold text", number, feature.name)
+                return np.fromiter(_distinct(column, str if feature.storage == "text" else json.loads), object)
+            rows = column.combine_chunks()
+            return self._numbers(rows.chunk(0) if isinstance(rows, pa.ChunkedArray) else rows, number, feature)
+
+    def _numbers(self, rows: pa.Array, number: int, feature: Feature) -> np.ndarray:
+        import pyarrow as pa
+
+        if isinstance(rows, pa.ExtensionArray):
+            rows = rows.storage
+        count, levels, shape, name = len(rows), [], feature.shape, feature.name
+        while pa.types.is_list(rows.type) or pa.types.is_large_list(rows.type) or pa.types.is_fixed_size_list(rows.type):
+            sizes = set(np.unique(rows.value_lengths().to_numpy(zero_copy_only=False)).tolist())
+            if len(sizes) != 1 or rows.null_count:
+                raise damaged(self.path, f"has rows of {len(sizes)} lengths instead of {list(shape)}", number, name)
+            levels.append(int(sizes.pop()))
+            rows = rows.flatten()
+        if tuple(levels) != (() if shape in ((), (1,)) and not levels else shape):
+            raise damaged(self.path, f"has rows of {levels or 'single numbers'} instead of {list(shape)}", number, name)
+        if rows.null_count or not (pa.types.is_integer(rows.type) or pa.types.is_floating(rows.type) or pa.types.is_boolean(rows.type)):
+            raise damaged(self.path, f"must hold numbers, holds {_kind(rows)} with {rows.null_count} gaps", number, name)
+        return rows.to_numpy(zero_copy_only=False).astype(feature.dtype, copy=False).reshape(count, *shape)
 
     def close(self) -> None:
         self._file.close()
@@ -242,51 +278,7 @@ def _kind(rows: pa.Array | pa.ChunkedArray) -> pa.DataType:
     return rows.type.value_type if isinstance(rows.type, pa.DictionaryType) else rows.type
 
 
-class Rows:
-    """Some columns of an episode."""
-
-    def __init__(self, path: Path, number: int, table: pa.Table) -> None:
-        self._path, self._number, self._table = path, number, table
-
-    def column(self, name: str, storage: Storage, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        """[T, *shape] numbers; object arrays [T] of str, JSON values, or bytes of picture files. Raises RecordingError."""
-        import pyarrow as pa
-
-        column = self._table[name]
-        if column.null_count:
-            raise self._damaged(name, f"has no value in {column.null_count} rows")
-        with raised_as_damage(self._path, self._number, name):
-            if storage == "image":
-                return np.fromiter(_distinct(column, lambda value: value), object)
-            if storage in ("text", "json"):
-                if not (pa.types.is_string(kind := _kind(column)) or pa.types.is_large_string(kind)):
-                    raise self._damaged(name, "must hold text")
-                return np.fromiter(_distinct(column, str if storage == "text" else json.loads), object)
-            rows = column.combine_chunks()
-            return self._numbers(name, rows.chunk(0) if isinstance(rows, pa.ChunkedArray) else rows, dtype, shape)
-
-    def _numbers(self, name: str, rows: pa.Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        import pyarrow as pa
-
-        if isinstance(rows, pa.ExtensionArray):
-            rows = rows.storage
-        count, levels = len(rows), []
-        while pa.types.is_list(rows.type) or pa.types.is_large_list(rows.type) or pa.types.is_fixed_size_list(rows.type):
-            sizes = set(np.unique(rows.value_lengths().to_numpy(zero_copy_only=False)).tolist())
-            if len(sizes) != 1 or rows.null_count:
-                raise self._damaged(name, f"has rows of {len(sizes)} lengths instead of {list(shape)}")
-            levels.append(int(sizes.pop()))
-            rows = rows.flatten()
-        if tuple(levels) != (() if shape in ((), (1,)) and not levels else shape):
-            raise self._damaged(name, f"has rows of {levels or 'single numbers'} instead of {list(shape)}")
-        if rows.null_count or not (pa.types.is_integer(rows.type) or pa.types.is_floating(rows.type) or pa.types.is_boolean(rows.type)):
-            raise self._damaged(name, f"must hold numbers, holds {_kind(rows)} with {rows.null_count} gaps")
-        return rows.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(count, *shape)
-
-    def _damaged(self, field: str, what: str) -> ValueError:
-        return damaged(self._path, what, self._number, field)
-
-
+_TASK = Feature("task", "task_index", "column", "int64")
 _OPEN_CLIPS, _OPEN_FILES = 8, 4
 _FILLED = ("reward", "success")
 _REWARDS, _SUCCESSES, _DONES = ("next.reward", "reward"), ("next.success", "success"), ("next.done", "done")
@@ -366,15 +358,8 @@ class LeRobotRecording(base.ForeignRecording):
 
     def _rows(self, number: int, features: list[Feature]) -> dict[str, np.ndarray]:
         """{field: [T, …]} of an episode's columns; pictures as object arrays of bytes."""
-        place = self._places[number]
-        names = {"episode_index", *(feature.name for feature in features)}
-        if (done := next((name for name in _DONES if name in self._info["features"]), None)) is not None:
-            names.add(done)
-        table = self._file(place.data).episode(number, place.length, sorted(names))
-        columns = {feature.field: table.column(feature.name, feature.storage, feature.dtype, feature.shape) for feature in features}
-        if done is not None:
-            columns["done"] = table.column(done, "column", "bool", ())
-        return columns
+        place, done = self._places[number], [Feature("done", name, "column", "bool") for name in _DONES if name in self._info["features"]]
+        return self._file(place.data).columns(number, place.length, [*features, *done[:1]])
 
     def _pictures(self, number: int, feature: Feature, rows: Mapping[str, np.ndarray]) -> Any:
         """Pictures [T + 1, H, W, 3]; the last picture is repeated."""
@@ -520,11 +505,7 @@ class LeRobotRecording(base.ForeignRecording):
         """Text of each episode's first step."""
         tasks: list[str | None] = []
         for number, place in enumerate(self._places):
-            index = int(
-                self._file(place.data)
-                .episode(number, place.length, ["episode_index", "task_index"])
-                .column("task_index", "column", "int64", ())[0]
-            )
+            index = int(self._file(place.data).columns(number, place.length, [_TASK])["task"][0])
             if index not in self._tasks:
                 raise damaged(place.data, f"names task {index}, which {TASKS} does not have", number, "task_index")
             tasks.append(self._tasks[index])
