@@ -265,6 +265,7 @@ class EpisodeRows:
                 self.buffers[column.name] = VideoBuffer(column, path, fps, encoder)
             else:
                 self.buffers[column.name] = (BlobBuffer if column.is_blob else RowBuffer)(column, folder)
+        self._arrays = {name: buffer for name, buffer in self.buffers.items() if isinstance(buffer, RowBuffer)}
         self.snapshots = BlobBuffer(SNAPSHOT_COLUMN, folder)
         self.marks: list[int] = []
         """Steps that follow the snapshots."""
@@ -277,28 +278,21 @@ class EpisodeRows:
     def extend(self, blocks: Mapping[str, np.ndarray]) -> None:
         """Take ownership of rows [t, *shape] of every column, all of fixed size and of the column's dtype."""
         for name, rows in blocks.items():
-            buffer = self.buffers[name]
-            assert isinstance(buffer, RowBuffer)
-            buffer.extend_block(rows)
+            self._arrays[name].extend_block(rows)
 
     @property
     def are_in_memory(self) -> bool:
         """Whether all rows are of fixed size, there are no snapshots, and nothing is in a file."""
-        return not self.marks and all(isinstance(buffer, RowBuffer) and buffer.is_in_memory for buffer in self.buffers.values())
+        return not self.marks and len(self._arrays) == len(self.buffers) and all(buffer.is_in_memory for buffer in self._arrays.values())
 
     def whole(self, name: str) -> np.ndarray:
         """All rows [t, *shape] of a column of fixed size."""
-        buffer = self.buffers[name]
-        assert isinstance(buffer, RowBuffer)
-        return np.concatenate(list(buffer.chunks()))
+        return np.concatenate(list(self._arrays[name].chunks()))
 
     def take(self) -> list[list[np.ndarray]]:
         """Release the rows of each column, all of fixed size, in pieces [t, *shape]."""
-        taken = []
-        for buffer in self.buffers.values():
-            assert isinstance(buffer, RowBuffer)
-            taken.append(list(buffer.chunks()))
-            buffer.discard()
+        taken = [list(buffer.chunks()) for buffer in self._arrays.values()]
+        self.discard()
         return taken
 
     def discard(self) -> None:
