@@ -71,11 +71,9 @@ class _Terms(NamedTuple):
 
 def is_known(env: gymnasium.Env) -> bool:
     """Whether `LocomotionSim` can step this environment: a known task inside wrappers of gymnasium's registry only."""
-    while isinstance(env, gymnasium.Wrapper):
-        if type(env) not in (TimeLimit, OrderEnforcing):
-            return False
-        env = env.env
-    return _MODULES.get(type(env).__module__) == type(env).__name__ and env.render_mode != "human"
+    *wrappers, base = layers_of(env)
+    plain = all(type(wrapper) in (TimeLimit, OrderEnforcing) for wrapper in wrappers)
+    return plain and _MODULES.get(type(base).__module__) == type(base).__name__ and env.render_mode != "human"
 
 
 class LocomotionSim(GymnasiumSim):

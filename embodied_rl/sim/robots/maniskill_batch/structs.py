@@ -169,12 +169,6 @@ for name, columns in (("linear_velocity", slice(7, 10)), ("angular_velocity", sl
 
     _property(PhysxRigidDynamicComponentStruct, name, of_actor, _set_each("_bodies", name))
     _property(Link, name, _of_each("_bodies", name))  # links are packed without their velocities
-for name in ("hide_visual", "show_visual"):
-
-    @_method(Actor, name)
-    def by_visibility(self: Actor, original: Callable[..., Any]) -> None:
-        with self.scene.as_on_a_cpu():
-            original(self)
 
 
 @_method(Actor, "set_state")
@@ -297,13 +291,15 @@ def of_links(self: Articulation, original: Callable[..., Any], link_names: list[
     return impulses
 
 
-# ---- controllers -----------------------------------------------------------------------------------------------------
+# ---- what a single scene does differently: visibility, and controllers that go to a target pose, not by the Jacobian ---
 
 
-@_method(PDEEPosController, "set_action")
-def set_action(self: PDEEPosController, original: Callable[..., Any], action: torch.Tensor) -> None:
-    with self.scene.as_on_a_cpu():  # towards a target pose, as a single scene does, not by the Jacobian
-        original(self, action)
+for cls, name in ((Actor, "hide_visual"), (Actor, "show_visual"), (PDEEPosController, "set_action")):
+
+    @_method(cls, name)
+    def as_on_a_cpu(self: Actor | PDEEPosController, original: Callable[..., Any], *args: torch.Tensor) -> None:
+        with self.scene.as_on_a_cpu():
+            original(self, *args)
 
 
 compute_ik = Kinematics.compute_ik
