@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
@@ -71,24 +71,17 @@ class FailedAttemptError(Exception):
 
 
 class Gate:
-    """Holds requests back: all of them after a 429, new ones while paused."""
+    """Holds all requests back after a 429."""
 
     def __init__(self) -> None:
         self._not_before = 0.0
-        self.open = asyncio.Event()
-        """Cleared while paused."""
-        self.open.set()
 
     def hold(self, seconds: float) -> None:
         self._not_before = max(self._not_before, time.monotonic() + seconds)
 
     async def passed(self) -> None:
         """Return when a request may be sent."""
-        while True:
-            await self.open.wait()
-            left = self._not_before - time.monotonic()
-            if left <= 0:
-                return
+        while (left := self._not_before - time.monotonic()) > 0:
             await asyncio.sleep(left)
 
 
@@ -284,10 +277,7 @@ class OpenAIOptions:
 
 
 class OpenAITokens(tokens.TokenBackend):
-    """Implements `TokenBackend`. Requests run concurrently in a background thread; each ends in a completion, whatever the server does.
-
-    While paused, no new request is sent; the server finishes running ones and the backend accepts them.
-    """
+    """Implements `TokenBackend`. Requests run concurrently in a background thread; each ends in a completion, whatever the server does."""
 
     def __init__(self, options: OpenAIOptions, tokenizer: ChatTokenizer | None = None) -> None:
         """Prepare the client; nothing is sent yet.
@@ -299,20 +289,20 @@ class OpenAITokens(tokens.TokenBackend):
         self._condition = threading.Condition()
         self._in_flight: set[int] = set()
         self._ready: list[tokens.Completion] = []
-        self._paused = False
         self._broken: BaseException | None = None
         """Exception that ended the loop's thread."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai", daemon=True)
         self._thread.start()
-        self._gate, self._client, self._places = self._wait(self._open())
+        self._gate = Gate()
+        self._client, self._places = self._wait(self._open())
 
     def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the loop's thread and wait for its result. Raises its exceptions."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _open(self) -> tuple[Gate, httpx.AsyncClient, asyncio.Semaphore]:
+    async def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         options = self._options
         headers = {} if options.api_key_env is None else {"Authorization": f"Bearer {os.environ[options.api_key_env]}"}
         client = httpx.AsyncClient(
@@ -323,7 +313,7 @@ class OpenAITokens(tokens.TokenBackend):
             # A server on this machine is reached without the environment's proxy.
             trust_env=not _is_loopback(urlsplit(options.base_url).hostname or ""),
         )
-        return Gate(), client, asyncio.Semaphore(options.max_concurrent)
+        return client, asyncio.Semaphore(options.max_concurrent)
 
     @property
     def version(self) -> int:
@@ -395,18 +385,17 @@ class OpenAITokens(tokens.TokenBackend):
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[tokens.Completion]:
         """See `TokenBackend.poll`. Raises RuntimeError, with its cause, if the answering thread has died."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def is_over() -> bool:
+            return self._broken is not None or len(self._ready) >= max(min_ready, 1) or not self._in_flight
+
         with self._condition:
-            while True:
-                if self._broken is not None:
-                    raise RuntimeError("The generation backend has died.") from self._broken
-                left = None if deadline is None else deadline - time.monotonic()
-                enough = len(self._ready) >= max(min_ready, 1) or not self._in_flight
-                if enough or (left is not None and left <= 0) or (self._paused and deadline is None):
-                    ready, self._ready = self._ready, []
-                    return ready
-                with waiting:
-                    self._condition.wait(left)
+            with waiting:
+                self._condition.wait_for(is_over, timeout_s)
+            if self._broken is not None:
+                raise RuntimeError("The generation backend has died.") from self._broken
+            ready, self._ready = self._ready, []
+            return ready
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `TokenBackend.abort`; closes the connections, so that servers stop sampling."""
@@ -421,18 +410,6 @@ class OpenAITokens(tokens.TokenBackend):
             # The task was cancelled before it ran its first line.
             self._tasks.pop(request_id, None)
             self._put(tokens.Completion.of(request_id, [], [], [], [], "aborted"))
-
-    def pause(self) -> None:
-        self._set_paused(True, self._gate.open.clear)
-
-    def resume(self) -> None:
-        self._set_paused(False, self._gate.open.set)
-
-    def _set_paused(self, paused: bool, tell: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(tell)
-        with self._condition:
-            self._paused = paused
-            self._condition.notify_all()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Raise UserError: the server owns its weights."""

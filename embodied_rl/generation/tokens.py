@@ -256,7 +256,7 @@ class TokenBackend(TokenCache):
         """Return the completions that are ready, oldest first.
 
         Waits until `min_ready` (at least 1) are ready, nothing is in flight, or `timeout_s` is over. With 0 it does not wait; a backend
-        that works inside `poll` takes one step. While paused, a wait without a time limit returns at once with what is ready.
+        that works inside `poll` takes one step. While memory is released, a wait without a time limit returns at once with what is ready.
         """
 
     @abstractmethod
@@ -269,14 +269,6 @@ class TokenBackend(TokenCache):
     def fileno(self) -> int:
         """Descriptor of a socket that is readable when results have come; -1: no socket, work goes on inside `poll`."""
         return -1
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Stop sampling between two tokens; requests in flight keep their state."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Continue where `pause` stopped."""
 
     @abstractmethod
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -498,10 +490,12 @@ class Stepwise(TokenBackend):
             self._let_others_in()
 
     def pause(self) -> None:
+        """Stop sampling between two tokens; requests in flight keep their state."""
         with self._turn():
             self._paused = True
 
     def resume(self) -> None:
+        """Continue where `pause` stopped."""
         with self._turn():
             self._paused = False
 
@@ -584,14 +578,6 @@ class TokenView(TokenBackend):
 
     def abort(self, request_ids: Iterable[int]) -> None:
         self._backend.abort([self._numbers[number] for number in request_ids if number in self._numbers])
-
-    def pause(self) -> None:
-        """Pause the whole backend, for all views."""
-        self._backend.pause()
-
-    def resume(self) -> None:
-        """Resume the whole backend, for all views."""
-        self._backend.resume()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Load into the whole backend, for all views."""

@@ -416,17 +416,6 @@ def test_abort_keeps_the_part_and_closes_the_connection(serve: Any, monkeypatch:
     assert backend.num_in_flight == 1
 
 
-def test_pause_sends_nothing_new(serve: Any) -> None:
-    server, backend = serve(stream)
-    backend.pause()
-    backend.submit([request(1)])
-    assert backend.poll() == [], "nobody could end the wait"
-    assert backend.poll(timeout_s=0.2) == []
-    assert server.exchanges == []
-    backend.resume()
-    assert backend.poll(timeout_s=PATIENCE_S)[0].finish_reason == "stop"
-
-
 def test_what_it_cannot_do(serve: Any, tokenizer: ChatTokenizer) -> None:
     _, backend = serve(endless)  # an answer that had come would be in flight no more
     with pytest.raises(UserError, match="cannot load weights: they belong to the server"):
