@@ -17,6 +17,7 @@ backend (`rollout.migration.TokenHost`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -234,7 +235,7 @@ class HostTimes:
         self._states: list[HostState] = ["idle"] * num_hosts
         self._since_ns = [clock_ns()] * num_hosts
         self._last_ns = clock_ns()
-        self._of: dict[HostState, int] = {"generation": 0, "training": 0, "idle": 0}
+        self._of = Counter[HostState]()
         self._both_ns = 0
         self._spans: list[Span] = []
 
@@ -255,9 +256,9 @@ class HostTimes:
         """Figures since the last call: ``multiplex/overlap_s`` (time in which some hosts generated while others trained), and
         ``multiplex/bubble`` (idle share of all hosts' time)."""
         self.note(self._states)
-        total = sum(self._of.values())
-        figures = {"multiplex/overlap_s": self._both_ns / 1e9, "multiplex/bubble": self._of["idle"] / total if total else 0.0}
-        self._of, self._both_ns = {"generation": 0, "training": 0, "idle": 0}, 0
+        bubble = self._of["idle"] / self._of.total() if self._of.total() else 0.0
+        figures = {"multiplex/overlap_s": self._both_ns / 1e9, "multiplex/bubble": bubble}
+        self._of, self._both_ns = Counter(), 0
         return figures
 
     def take_spans(self) -> list[Span]:

@@ -132,36 +132,26 @@ def resolve(config: PlacementConfig, cluster: Cluster, *, simulator: Literal["cp
             "hybrid.placement=multiplexed moves episodes between GPUs while the simulators run, and simulators on these GPUs cannot "
             "move. Nearest valid choice: hybrid."
         )
-    num = len(cluster.compute)
+    devices, num = cluster.compute, len(cluster.compute)
     apart = 1 if simulator == "gpu" and config.kind in ("disaggregated", "hybrid") else 0
-    if config.kind == "hybrid" and simulator == "cpu":
-        # Simulators are on processors in any case, so only the pipeline remains of this kind.
-        return _roles(config, cluster.cpus, cluster.compute, cluster.compute)
-    if config.kind == "collocated":
-        return _roles(config, cluster.compute if simulator == "gpu" else cluster.cpus, cluster.compute, cluster.compute)
+    if config.kind == "collocated" or (config.kind == "hybrid" and simulator == "cpu"):  # only the pipeline remains of this kind
+        return _roles(config, devices if simulator == "gpu" else cluster.cpus, devices, devices)
     train = 0 if config.kind == "hybrid" else _share(config.num_train_gpus, num, 2 if config.kind == "multiplexed" else 3)
     env = _share(config.num_env_gpus, num - train, 3) if apart else 0
     least = 1 + (config.kind != "hybrid") + apart
     if num < least or num - train - env < 1:
         raise UserError(_too_few(config, cluster, num, train, env, least))
     if config.kind == "multiplexed":
-        devices = tuple(cluster.compute)
-        placement = _roles(config, cluster.cpus, devices, devices[num - train :])
-        return Placement(placement.kind, placement.roles, placement.num_pipeline_stages, num_takeover=train)
-    devices = tuple(cluster.compute)
-    env_devices = devices[:env] if apart else tuple(cluster.cpus)
-    generation = devices[env : num - train]
-    return _roles(config, env_devices, generation, devices[num - train :] if train else devices)
+        return _roles(config, cluster.cpus, devices, devices[num - train :], num_takeover=train)
+    env_devices = devices[:env] if apart else cluster.cpus
+    return _roles(config, env_devices, devices[env : num - train], devices[num - train :] if train else devices)
 
 
-def _roles(config: PlacementConfig, env: Sequence[Device], generation: Sequence[Device], train: Sequence[Device]) -> Placement:
-    roles: dict[Role, tuple[Device, ...]] = {
-        "env": tuple(env),
-        "generation": tuple(generation),
-        "reward": tuple(generation),
-        "train": tuple(train),
-    }
-    return Placement(config.kind, roles, config.num_pipeline_stages)
+def _roles(
+    config: PlacementConfig, env: Sequence[Device], generation: Sequence[Device], train: Sequence[Device], num_takeover: int = 0
+) -> Placement:
+    devices = zip(ROLES, (env, generation, generation, train), strict=True)
+    return Placement(config.kind, {role: tuple(own) for role, own in devices}, config.num_pipeline_stages, num_takeover)
 
 
 def _explicit(config: PlacementConfig, cluster: Cluster, simulator: Literal["cpu", "gpu"]) -> Placement:

@@ -141,5 +141,5 @@ class SimulatorsElsewhere(Simulators):
 
     plays_itself = True
 
-    def __init__(self, spec: SimSpec, num_slots: int = 0) -> None:
-        self.spec, self.num_slots = spec, num_slots
+    def __init__(self, spec: SimSpec) -> None:
+        self.spec, self.num_slots = spec, 0

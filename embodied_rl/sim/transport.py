@@ -151,7 +151,7 @@ IDLE, PENDING, READY, ENDED, ABORTED = 0, 1, 2, 3, 4
 
 OBSERVATIONS = ("observation", "final_observation")
 """What a slab has for every slot: the last observation, and that of the last episode's end."""
-
+_WORKER_WORDS = ("worker_doorbell", "worker_waiting", "control_pending", "failed", "progress")
 _ALIGNMENT = 64
 _SPIN_S = 2e-6
 """Seconds that a waiter spins before it yields: about one hand-over between running processes. More would take the core from others."""
@@ -178,23 +178,14 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
         "manager_doorbell": ((1,), "uint32"),  # every field starts on a cache line
         "manager_waiting": ((1,), "uint32"),
         # A cache line each, so that workers do not slow each other down.
-        "worker_doorbell": ((num_workers, 16), "uint32"),
-        "worker_waiting": ((num_workers, 16), "uint32"),
-        "control_pending": ((num_workers, 16), "uint32"),
-        "failed": ((num_workers, 16), "uint32"),
-        "progress": ((num_workers, 16), "uint32"),
+        **dict.fromkeys(_WORKER_WORDS, ((num_workers, 16), "uint32")),
         "stepping": ((num_workers, 16), "int32"),
         "action": (action_shape, spec.action.dtype),
         "reward": ((n,), "float32"),
-        "terminated": ((n,), "bool"),
-        "truncated": ((n,), "bool"),
-        "success": ((n,), "bool"),
+        **dict.fromkeys(("terminated", "truncated", "success"), ((n,), "bool")),
         "episode_return": ((n,), "float64"),
-        "episode_length": ((n,), "int64"),
-        "episode_seed": ((n,), "int64"),
-        "episode_index": ((n,), "int64"),
-        "episode_success_once": ((n,), "bool"),
-        "episode_success_at_end": ((n,), "bool"),
+        **dict.fromkeys(("episode_length", "episode_seed", "episode_index"), ((n,), "int64")),
+        **dict.fromkeys(("episode_success_once", "episode_success_at_end"), ((n,), "bool")),
     }
     if chunk_size > 1:
         shapes |= {

@@ -74,6 +74,7 @@ class Comparison:
     """Rounds after which the leader is chosen; what is still open is as fast, or the measurement is noise."""
     leader: Setting
     """Fastest open setting after its price (`WORTH`) is added."""
+    _middle: Callable[[Sequence[float]], float] = staticmethod(statistics.mean)
 
     def __init__(self, settings: Iterable[Setting], rounds: Iterable[Mapping[Setting, float]] = ()) -> None:
         """Replay `rounds`, which were measured before. Raises KeyError as `add`."""
@@ -116,10 +117,6 @@ class Comparison:
     def _behind_by(self, setting: Setting) -> float:
         return self._middle(self._behind(setting))
 
-    @staticmethod
-    def _middle(values: Sequence[float]) -> float:
-        return statistics.mean(values)
-
     def _is_out(self, setting: Setting) -> bool:
         behind = self._behind(setting)
         if setting == self.leader or len(behind) < LEAST_ROUNDS:
@@ -147,6 +144,7 @@ class NumberComparison(Comparison):
 
     most_rounds = 20
     """Enough for two or three starts of a run; each start has to launch the other workers again."""
+    _middle = staticmethod(statistics.median)
 
     def add(self, seconds: Mapping[Setting, float]) -> None:
         super().add(seconds)
@@ -175,10 +173,6 @@ class NumberComparison(Comparison):
     @property
     def _numbers(self) -> set[int]:
         return {each.num_workers for each in self.open}
-
-    @staticmethod
-    def _middle(values: Sequence[float]) -> float:
-        return statistics.median(values)
 
 
 class Trials:
@@ -279,20 +273,15 @@ class WorkerChoice:
 
     def __str__(self) -> str:
         """One line about the settings known so far and their gains; empty if nothing is known."""
-        said = self._of_workers()
+        said, number = list[str](), self.start.leader.num_workers
+        if others := {each.num_workers for each in self.start.met} - {number}:
+            other = 1 if number > 1 else max(others)
+            gain = self.start.gain(self.start.leader, self.start.rival(other))
+            workers = "1 worker" if number == 1 else f"{number} workers"
+            said.append(f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {gain:.2f} times as fast as {other}")
         if len(self.run.open) <= 1:
             said += self._of_the_rest(after=bool(said))
         return f"{'; '.join(said)} when it was measured here." if said else ""
-
-    def _of_workers(self) -> list[str]:
-        number = self.start.leader.num_workers
-        others = [each for each in self.start.met if each.num_workers != number]
-        if not others:
-            return []
-        other = 1 if number > 1 else max(each.num_workers for each in others)
-        gain = self.start.gain(self.start.leader, self.start.rival(other))
-        workers = "1 worker" if number == 1 else f"{number} workers"
-        return [f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {gain:.2f} times as fast as {other}"]
 
     def _of_the_rest(self, after: bool) -> list[str]:
         chosen, compared = self.setting, self.run if self.run.rounds else self.start

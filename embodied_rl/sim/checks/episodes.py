@@ -264,9 +264,9 @@ class Session:
         return Part(seed, random_actions(self.spec, length or self.steps, seed))
 
     @contextmanager
-    def fresh(self, num_envs: int | None = None) -> Iterator[SimEnv]:
+    def fresh(self) -> Iterator[SimEnv]:
         """A simulator that has not played yet."""
-        sim = self.build(num_envs or self.num_envs)
+        sim = self.build(self.num_envs)
         try:
             yield sim
         finally:

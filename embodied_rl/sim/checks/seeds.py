@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
@@ -144,12 +145,12 @@ def seeds_matter(s: Session) -> str:
     for seed in seeds:
         with s.exact() as player:
             played.append(player.play({0: Part(seed, s.parts[0].actions)}, s.steps, s.options)[0])
-    alike = [(a, b) for b in range(len(seeds)) for a in range(b) if difference(played[a], played[b]) is None]
-    if len(alike) == len(seeds) * (len(seeds) - 1) // 2:
+    pairs = list(itertools.combinations(zip(seeds, played, strict=True), 2))
+    alike = [(seed, other) for (seed, one), (other, another) in pairs if difference(one, another) is None]
+    if len(alike) == len(pairs):
         raise Failed(f"seeds {', '.join(map(str, seeds))} all give the same episode: `reset` does not use its seed")
     if alike:
-        a, b = alike[0]
-        raise Failed(f"seeds {seeds[a]} and {seeds[b]} give the same episode")
+        raise Failed(f"seeds {alike[0][0]} and {alike[0][1]} give the same episode")
     return f"seeds {', '.join(map(str, seeds))} give different episodes"
 
 
@@ -353,14 +354,11 @@ def replays(s: Session) -> str:
     part = s.part(800, total)
     with s.fresh() as sim:
         expected = Player(sim, s.num_envs).play({0: part}, total)[0]
-    mend = "; if that cannot be mended, say snapshots='none' in the spec"
     with s.exact() as player:
-        again = player.play({s.num_envs - 1: part}, total, s.options)[s.num_envs - 1]
-    if (found := difference(expected, again)) is not None:
-        raise Failed(f"played again in another environment: {found}{mend}")
-    where = "another environment"
+        again = {"another environment": player.play({s.num_envs - 1: part}, total, s.options)[s.num_envs - 1]}
     with suppress(Skipped):
-        if (found := difference(expected, s.elsewhere({0: part}, total)[0])) is not None:
-            raise Failed(f"played again in a new process: {found}{mend}")
-        where += " and a new process"
-    return f"{expected.num_steps} steps again from the seed in {where}, bit by bit"
+        again["a new process"] = s.elsewhere({0: part}, total)[0]
+    for where, played in again.items():
+        if (found := difference(expected, played)) is not None:
+            raise Failed(f"played again in {where}: {found}; if that cannot be mended, say snapshots='none' in the spec")
+    return f"{expected.num_steps} steps again from the seed in {' and '.join(again)}, bit by bit"
