@@ -73,6 +73,12 @@ class Run:
         own = self.algorithm.reward
         return own != RewardConfig(clip=own.clip, scale=own.scale, length_penalty=own.length_penalty)
 
+    @property
+    def by_sac(self) -> bool:
+        """Whether soft actor-critic updates the policy."""
+        own = self.algorithm.off_policy
+        return own is not None and own.update == "sac"
+
     @cached_property
     def of_program(self) -> bool:
         """Whether episodes are agent programs."""
@@ -98,20 +104,17 @@ class Run:
         return isinstance(self.policy, policies.TinyVLAConfig | policies.OpenVLAOFTPolicyConfig) and self.policy.value == "action"
 
     @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Layers of the policy that get a LoRA adapter; empty: none."""
+        policy = self.policy
+        adapts = isinstance(policy, policies.LanguageConfig | policies.OpenVLAPolicyConfig) and policy.lora_rank > 0
+        return policy.lora_targets if adapts else ()
+
+    @property
     def has_adapter(self) -> bool:
         """Whether the policy trains a LoRA adapter of a frozen model."""
         policy = self.policy
-        if isinstance(policy, policies.LanguageConfig):
-            return policy.lora_rank > 0 or policy.adapter is not None
-        return isinstance(policy, policies.OpenVLAPolicyConfig) and policy.lora_rank > 0
-
-    @property
-    def adapts_all(self) -> bool:
-        """Whether every linear layer of the policy gets a LoRA adapter."""
-        policy = self.policy
-        if not isinstance(policy, policies.LanguageConfig | policies.OpenVLAPolicyConfig):
-            return False
-        return policy.lora_rank > 0 and "all-linear" in policy.lora_targets
+        return bool(self.lora_targets) or (isinstance(policy, policies.LanguageConfig) and policy.adapter is not None)
 
     @property
     def needs_critic(self) -> bool:

@@ -201,29 +201,19 @@ OF_TASKS = (
     # off policy
     Rule(
         "unbounded_sac",
-        lambda run: (
-            (options := run.algorithm.off_policy) is not None
-            and options.update == "sac"
-            and isinstance(run.policy, policies.PolicyConfig)
-            and run.policy.distribution != "squashed"
-        ),
+        lambda run: run.by_sac and isinstance(run.policy, policies.PolicyConfig) and run.policy.distribution != "squashed",
         "algorithm.off_policy.update='sac' needs bounded actions, got policy.distribution='{policy.distribution}': set "
         "policy.distribution=squashed, the default of SAC (for discrete actions: algorithm=ppo).",
     ),
     Rule(
         "fixed_noise_sac",
-        lambda run: (
-            (options := run.algorithm.off_policy) is not None
-            and options.update == "sac"
-            and isinstance(run.policy, policies.FlowPolicyConfig | policies.PI0PolicyConfig)
-            and run.policy.method != "flow_noise"
-        ),
+        lambda run: run.by_sac and isinstance(run.policy, policies.FlowOptions) and run.policy.method != "flow_noise",
         "algorithm.off_policy.update='sac' adjusts the policy's entropy, and policy.method='{policy.method}' has fixed noise: set "
         "policy.method=flow_noise, which learns its noise, or algorithm.off_policy.update=iql or awac.",
     ),
     Rule(
         "recorded_sac",
-        lambda run: (options := run.algorithm.off_policy) is not None and options.update == "sac" and not options.fresh,
+        lambda run: run.by_sac and not run.algorithm.plays,
         "algorithm.off_policy.update='sac' tries actions that no recording contains, and without fresh steps nothing corrects its "
         "critics: set algorithm.off_policy.update=iql or awac, or algorithm.off_policy.fresh=true.",
     ),
@@ -368,7 +358,7 @@ OF_TASKS = (
     ),
     Rule(
         "tensor_shards_of_adapters",
-        lambda run: run.tensor_shards > 1 and run.adapts_all,
+        lambda run: run.tensor_shards > 1 and "all-linear" in run.lora_targets,
         "hybrid.sharding.num_tensor_shards={run.tensor_shards} divides linear layers, and policy.lora_rank={policy.lora_rank} adds LoRA to "
         "all of them, which only num_shards can shard: set it to 1, or policy.lora_rank=0.",
     ),
