@@ -21,11 +21,11 @@ def test_the_longest_begin_first_and_long_tests_wait_for_no_other_of_their_file(
 
 
 def test_files_that_pay_for_the_same_beginning_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling, "known_durations", lambda: {"a.py": 1.0, "a.py::one": 2.0, "b.py": 4.0, "b.py::long": 50.0})
+    monkeypatch.setattr(scheduling, "known_durations", lambda: {"a.py": 1.0, "a.py::one": 2.0, "b.py": 4.0, "b.py::long": 80.0})
     monkeypatch.setattr(scheduling, "TOGETHER", {"b.py": "a.py"})
     collected = ["a.py::one", "c.py::other", "b.py::two", "b.py::long"]
     assert [scheduling.unit_of(nodeid) for nodeid in collected] == ["a.py", "c.py", "a.py", "b.py::long"]
-    assert scheduling.longest_first(collected) == pytest.approx({"b.py::long": 50.0, "a.py": 1.0 + 2.0 + 4.0 + 0.1, "c.py": 0.1})
+    assert scheduling.longest_first(collected) == pytest.approx({"b.py::long": 80.0, "a.py": 1.0 + 2.0 + 4.0 + 0.1, "c.py": 0.1})
 
 
 def test_files_that_go_together_are_there() -> None:
