@@ -261,7 +261,7 @@ def run_program(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = 
     finally:
         os.close(report)
     process = started.process
-    output, errors = _Output(process.stdout, output_bytes), _Output(process.stderr, output_bytes)
+    readers = [_Output(stream, output_bytes) for stream in (process.stdout, process.stderr) if stream is not None]
     # In parallel: a program that reads nothing would delay us beyond its timeout.
     writer = threading.Thread(target=_write, args=(process, source + stdin.encode("utf-8", "surrogatepass")), daemon=True)
     writer.start()
@@ -276,7 +276,8 @@ def run_program(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = 
     with os.fdopen(reason, "rb") as file:
         ended_by = file.read().decode("utf-8", "replace")
     stopped = "" if ended_by == "time" else ended_by
-    return ProgramEnd(returned if returned >= 0 else 128 - returned, output.text(), errors.text(), late or ended_by == "time", stopped)
+    output, errors = (*(reader.text() for reader in readers), "")[:2]
+    return ProgramEnd(returned if returned >= 0 else 128 - returned, output, errors, late or ended_by == "time", stopped)
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
@@ -290,16 +291,13 @@ def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
 class _Output:
     """The first bytes of a process's output; the rest is read and dropped, so that it never waits for a reader."""
 
-    def __init__(self, stream: IO[bytes] | None, most: int) -> None:
-        """`stream` None: there is nothing to read."""
+    def __init__(self, stream: IO[bytes], most: int) -> None:
         self._stream, self._most, self._kept = stream, most, bytearray()
         self._dropped = 0
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        if self._stream is None:
-            return
         with contextlib.suppress(OSError, ValueError):
             while part := os.read(self._stream.fileno(), 65536):
                 room = self._most - len(self._kept)
@@ -312,14 +310,13 @@ class _Output:
         until = time.monotonic() + _READ_S
         while self._thread.is_alive() and self._has_more() and time.monotonic() < until:
             self._thread.join(0.05)
-        if not self._thread.is_alive() and self._stream is not None:
+        if not self._thread.is_alive():
             self._stream.close()
         more = f"\n… {self._dropped} bytes were thrown away" if self._dropped else ""
         return self._kept.decode("utf-8", "replace") + more
 
     def _has_more(self) -> bool:
         """Whether the pipe has data or has ended."""
-        assert self._stream is not None, "a reader of nothing ends at once"
         poll = select.poll()
         poll.register(self._stream.fileno(), select.POLLIN)
         return bool(poll.poll(0))

@@ -233,12 +233,3 @@ def word_f1(answer: str, known: str) -> float:
         return float(given == wanted)
     common = (Counter(given) & Counter(wanted)).total()
     return 2.0 * common / (len(given) + len(wanted))
-
-
-def player(observation: str) -> str:
-    """Scripted player: searches for the question's words and answers with the best text's title, which is seldom right."""
-    question = re.search(r"Question: (.*)", observation)
-    if question is not None:
-        return f"<search>{question[1]}</search>"
-    first = re.search(r"\[1\] ([^:]*):", observation)
-    return f"<answer>{first[1] if first else ''}</answer>"
