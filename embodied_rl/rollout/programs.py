@@ -40,7 +40,7 @@ from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text import program
 from embodied_rl.sim.text.program_worker import episode_variables
-from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
+from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, RunningProgram, ServedEpisode
 from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeSummary
 
@@ -109,7 +109,7 @@ class _Running:
     seed: int
     task: Mapping[str, Any]
     session: str
-    process: program.RunningProgram | ServedEpisode
+    process: RunningProgram | ServedEpisode
     started_s: float
 
 
@@ -196,12 +196,12 @@ class ProgramRunner:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, line: Mapping[str, Any]) -> program.RunningProgram | ServedEpisode:
+    def _begin(self, line: Mapping[str, Any]) -> RunningProgram | ServedEpisode:
         if self._pool is not None:
             return self._pool.begin(line)
         words = self.options.words(line["task"], line["seed"], self.model)
         env = {**program.lasting_environment(self.options, self.proxy.base_url, self.model), **episode_variables(line)}
-        return program.RunningProgram(words, env, self.options.timeout_s, self._box)
+        return RunningProgram(words, env, self.options.timeout_s, self._box)
 
     def _finish(self, one: _Running, *, late: bool) -> Played:
         del self._running[one.tag]

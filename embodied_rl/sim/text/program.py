@@ -11,11 +11,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import select
 import shutil
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,12 +23,11 @@ import embodied_rl
 from embodied_rl.bounds import Bounds, Score, Seconds
 from embodied_rl.config import SimConfig
 from embodied_rl.config.building import Config
-from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
 from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, is_below, protection
 from embodied_rl.sim.seeding import chosen
-from embodied_rl.sim.text.served_program import ProgramEnding, StartedProgram, file_of, with_absolute_files
+from embodied_rl.sim.text.served_program import file_of, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
@@ -231,32 +228,6 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     if not found:
         raise UserError(f"'{path}' has no tasks: write one JSON object per line.")
     return [task for _, task in found]
-
-
-class RunningProgram(StartedProgram):
-    """A program that was started for one episode."""
-
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
-        """Start the program and keep its output for error messages. Raises OSError if it cannot be started."""
-        super().__init__(arguments, env, box, has_pipes=False)
-        self.deadline = time.monotonic() + timeout_s
-
-    @property
-    def wake_s(self) -> float:
-        """Time on the monotonic clock at which something is due even without events."""
-        return self.deadline
-
-    def watched(self) -> list[tuple[int, int]]:
-        """Descriptors and `select.poll` events that may mean progress."""
-        return [(self.ended, select.POLLIN)]
-
-    def is_over(self) -> bool:
-        """Whether the program has ended; never waits."""
-        return can_be_read(self.ended, timeout_s=0.0)
-
-    def end(self) -> ProgramEnding:
-        """End what still runs of the program, and wait."""
-        return ProgramEnding(*self.kill())
 
 
 def episode_line(*, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int) -> dict[str, Any]:

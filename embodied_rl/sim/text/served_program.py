@@ -1,4 +1,4 @@
-"""Programs that keep running: each is started once and gets one episode after another, as a line of JSON each.
+"""Processes of agent programs: one for an episode, or one that keeps running and gets one episode after another, as a line of JSON each.
 
 ```
 to its input    {"episode": 7, "task": {…}, "seed": 3, "model": "policy", "base_url": "http://127.0.0.1:…/v1",
@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.distributed.processes import Output
 from embodied_rl.sandbox.box import Box, Sandboxed
 from embodied_rl.sim.faults import FaultPolicy
@@ -85,6 +86,32 @@ class StartedProgram:
                 file.close()
         os.close(self.ended)
         return status, tail
+
+
+class RunningProgram(StartedProgram):
+    """A program that was started for one episode."""
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
+        """Start the program and keep its output for error messages. Raises OSError if it cannot be started."""
+        super().__init__(arguments, env, box, has_pipes=False)
+        self.deadline = time.monotonic() + timeout_s
+
+    @property
+    def wake_s(self) -> float:
+        """Time on the monotonic clock at which something is due even without events."""
+        return self.deadline
+
+    def watched(self) -> list[tuple[int, int]]:
+        """Descriptors and `select.poll` events that may mean progress."""
+        return [(self.ended, select.POLLIN)]
+
+    def is_over(self) -> bool:
+        """Whether the program has ended; never waits."""
+        return can_be_read(self.ended, timeout_s=0.0)
+
+    def end(self) -> ProgramEnding:
+        """End what still runs of the program, and wait."""
+        return ProgramEnding(*self.kill())
 
 
 class _Process(StartedProgram):
