@@ -204,10 +204,10 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
 
     Raises UserError: the file cannot be written.
     """
-    return write_atomic(path, gif_bytes(frames, fps, hold_s, max_bytes))
+    return write_atomic(path, gif_bytes(frames, fps, hold_s, max_bytes=max_bytes))
 
 
-def gif_bytes(frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, max_bytes: int = MAX_GIF_BYTES) -> bytes:
+def gif_bytes(frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, *, max_bytes: int) -> bytes:
     """The bytes of `write_gif`."""
     largest = max(frames[0].shape[:2])
     width_scale, stride, colours = min(1.0, 1024 / largest), max(1, round(fps / 12)), 128

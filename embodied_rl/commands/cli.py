@@ -305,9 +305,9 @@ def fail(message: str, status: int) -> None:
     raise SystemExit(status)
 
 
-def command_line(name: str, arguments: Sequence[str] | None = None) -> str:
-    """The command as a user would type it: ``python -m embodied_rl.<name> …`` with this process's arguments."""
-    return shlex.join(["python", "-m", f"embodied_rl.{name}", *(sys.argv[1:] if arguments is None else arguments)])
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """The command as a user would type it: ``python -m embodied_rl.<name> …``."""
+    return shlex.join(["python", "-m", f"embodied_rl.{name}", *arguments])
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def evaluate_players(
     players: Sequence[tuple[Checkpoint, str]],
     num_episodes: int,
     *,
-    seed: int = 0,
-    sim: SimConfig | None = None,
+    seed: int,
+    sim: SimConfig | None,
     temperature: float | None = None,
 ) -> list[output.EvaluationResult]:
     """Play the same held-out seeds with each of `players`, (checkpoint, "checkpoint" or "random"), in the same simulators.

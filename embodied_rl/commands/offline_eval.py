@@ -64,7 +64,7 @@ COMMAND = Command(
 )
 
 
-def load_checkpoints(paths: str, domain: str | None = None, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
+def load_checkpoints(paths: str, domain: str | None, trust: Sequence[str]) -> list[tuple[str, Checkpoint]]:
     """[(label, checkpoint)] of comma-separated paths; `domain` is `domain_part`'s, `trust` `load_checkpoint`'s.
     Raises UserError: no path, one named twice, or a domain; IncompatibleCheckpointError: one cannot be read."""
     words = [word.strip() for word in paths.split(",") if word.strip()]

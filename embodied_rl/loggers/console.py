@@ -137,7 +137,7 @@ class ConsoleLogger(Logger):
         spoke()
 
 
-def metrics_table(metrics: Mapping[str, float], width: int = 120) -> Table:
+def metrics_table(metrics: Mapping[str, float], width: int) -> Table:
     """Table with one column per group of metrics: episodes, time by phase, training; if it is wider than `width`, the first two groups
     share a column."""
     from rich import box

@@ -292,8 +292,8 @@ def require_trusted(
     what: str,
     content: bytes,
     signature: str | None,
-    trust: Sequence[str] = (),
-    replaced: Sequence[str] = (),
+    trust: Sequence[str],
+    replaced: Sequence[str],
 ) -> None:
     """Raise UntrustedCode if a configuration from a file names code that may not run.
 
