@@ -74,9 +74,6 @@ class FieldNote:
     note: str = ""
     """Location of the field, its replacement, or the reason for its loss."""
 
-    def __str__(self) -> str:
-        return f"{self.fate:<8}{self.field}{': ' if self.note else ''}{self.note}"
-
 
 @dataclass(frozen=True, eq=False)
 class RecordedEpisode:
@@ -276,11 +273,6 @@ class EpisodeBlock:
     def observation_starts(self) -> np.ndarray:
         """[n] int64 first row of each episode in columns per observation."""
         return self.step_starts + np.arange(len(self))
-
-    @property
-    def episode_of_step(self) -> np.ndarray:
-        """[M] int64 index of each step's episode."""
-        return np.repeat(np.arange(len(self)), self.lengths)
 
     def first_not_finite(self, names: Iterable[str]) -> tuple[int, str] | None:
         """First (episode number in the recording, column) with NaN or infinity; None: all are finite."""

@@ -205,17 +205,14 @@ class EpisodeSink(Sink):
         """Take ownership of rows [t, *shape] of every column, of its dtype; they already count as steps."""
         self._late.append(rows)
         self._late_bytes += num_bytes
+        self._fetch = None
         if self._late_bytes > SPILL_BYTES and not self.is_closed:
             self.make_room()
 
     def await_rows(self, num_steps: int, fetch: Callable[[], None]) -> None:
-        """Note that the last steps are elsewhere: `fetch` adds them, for this episode and others."""
+        """Note that the last steps are elsewhere: `fetch` adds their rows, for this episode and others."""
         self.num_steps += num_steps
         self._fetch = fetch
-
-    def fetched(self) -> None:
-        """Note that the rows from elsewhere were added."""
-        self._fetch = None
 
     # ---- inside ----
 

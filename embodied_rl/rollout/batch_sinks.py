@@ -385,7 +385,6 @@ class BatchSinks:
         for sink, row, first, stop in parts:
             if not sink.is_discarded:
                 sink.add_rows({name: rows[row, first:stop] for name, rows in columns}, (stop - first) * group.step_bytes)
-            sink.fetched()
 
 
 FOLDER = "episodes"

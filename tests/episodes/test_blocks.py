@@ -48,7 +48,6 @@ def assert_is(block: EpisodeBlock, recording: Recording, numbers: list[int], nam
             starts = block.observation_starts if "." in name else block.step_starts
             rows = block.columns[name][starts[place] : starts[place] + len(columns[name])]
             assert_same_rows(rows, np.asarray(columns[name]), name)
-        assert (np.flatnonzero(block.episode_of_step == place) == block.step_starts[place] + np.arange(LENGTHS[number])).all()
 
 
 def test_blocks_hold_what_the_episodes_hold(path: Path) -> None:
