@@ -166,7 +166,8 @@ class PartReader:
         self.by_name = {column.name: column for column in self.columns}
         self._offsets = files.array_offsets(folder, self.columns, self.index)
         self.bytes_per_step = sum(column.row_bytes for column in self.columns if column.encoding == "array")
-        self._starts: dict[Per, np.ndarray] = {per: self.index.starts(per) for per in get_args(Per)}
+        self._starts: dict[Per, list[int]] = {per: self.index.starts(per).tolist() for per in get_args(Per)}
+        self._seen = [column for column in self.columns if column.name.startswith("observation.")]
         self._finite = [column for column in self.columns if column.name in ("action", "reward") and column.must_be_finite]
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._blobs: dict[str, mmap.mmap | bytes] = {}
@@ -178,7 +179,7 @@ class PartReader:
     def episode(self, number: int) -> RecordedEpisode:
         """Read an episode. Raises RecordingError if its data are damaged."""
         entry = self.index.entry(number)
-        where = {per: slice(*starts[number : number + 2].tolist()) for per, starts in self._starts.items()}
+        where = {per: slice(starts[number], starts[number + 1]) for per, starts in self._starts.items()}
         if not self._verified[:, number].all():  # the other columns are verified when they are read
             for column in self.columns:
                 if column.encoding == "array":
@@ -201,10 +202,9 @@ class PartReader:
         length = int(self.index.table.lengths[number])
         if not 0 <= time < length:
             raise IndexError(f"Episode {number} has {length} steps; step {time} does not exist.")
-        seen = [column for column in self.columns if column.name.startswith("observation.")]
         return RecordedStep.of(
             {column.name: self.row(column, number, time) for column in self.columns},
-            {column.name: self.row(column, number, time + 1) for column in seen},
+            {column.name: self.row(column, number, time + 1) for column in self._seen},
         )
 
     # ---- columns ----
@@ -331,7 +331,7 @@ class PartReader:
 
     def _count(self, column: Column, number: int) -> int:
         starts = self._starts[column.per]
-        return int(starts[number + 1] - starts[number])
+        return starts[number + 1] - starts[number]
 
     def rows(self, column: Column) -> np.ndarray:
         """Rows of all episodes: of a column of plain arrays, or the (offset, size) of rows of varying size, of snapshots after their step.
@@ -339,7 +339,7 @@ class PartReader:
         mapped = self._maps.get(column.name)
         if mapped is not None:
             return mapped[1]
-        (dtype, shape), count = column.stored, int(self._starts[column.per][-1])
+        (dtype, shape), count = column.stored, self._starts[column.per][-1]
         offset, size = self._offsets[column.name], math.prod(shape)
         path = self.folder / f"{column.stem}.npy"
         with raised_as_damage(path, field=column.name), open_regular(path) as file:

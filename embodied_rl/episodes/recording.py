@@ -177,7 +177,8 @@ def fields_of(columns: Mapping[str, Any]) -> dict[str, Any]:
             fields[field][key] = rows
         else:
             fields[name] = rows
-    return fields | {"state": fields["state"] or None}
+    fields["state"] = fields["state"] or None
+    return fields
 
 
 CHOSEN = "chosen_by_success"
