@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +19,14 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import Policy
 from embodied_rl.progress import progress_bar
-from embodied_rl.rollout.evaluation import play_each
+from embodied_rl.rollout.evaluation import PlayedEpisode, play_each
 from embodied_rl.rollout.groups import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import ActionSpec, Observation, StepBatch
+from embodied_rl.types import ActionSpec
 from embodied_rl.versions import versions
 
 FOLDER = "demonstrations"
@@ -172,57 +173,33 @@ def play_expert(manager: Simulators, seeds: Sequence[int], randomness: Sequence[
 
     Returns them in the order of `seeds`; None for an episode that the simulator gave up.
     """
-    chunks = manager.chunk_size > 1
-    players = [_Player(seed, share, manager.spec.action, chunks=chunks) for seed, share in zip(seeds, randomness, strict=True)]
-    if players:
-        play_each(manager, seeds, players)
-    return [player.episode for player in players]
+    spec = manager.spec.action
+    draws = [np.random.default_rng(np.random.SeedSequence([seed, 7])) for seed in seeds]
 
-
-class _Player:
-    """One episode of an expert. Implements `EpisodePlayer`."""
-
-    def __init__(self, seed: int, randomness: float, action: ActionSpec, *, chunks: bool) -> None:
-        """`chunks`: the manager's messages are chunks; the expert's chunks have one step."""
-        self._seed, self._randomness, self._action, self._chunks = seed, randomness, action, chunks
-        self._rng = np.random.default_rng(np.random.SeedSequence([seed, 7]))
-        self._observations: list[dict[str, np.ndarray]] = []
-        self._steps: list[tuple[np.ndarray, float, bool, bool, bool]] = []
-        self.episode: RecordedEpisode | None = None
-
-    def act(self, batch: StepBatch, row: int) -> np.ndarray:
-        advice = self._see(batch.observation, row)
+    def act(slot: int, seen: dict[str, Any]) -> np.ndarray:
+        advice = split(seen).expert_action
         assert advice is not None, "the simulator is instrumented with an expert"
-        self._acted = random_action(self._action, self._rng) if self._rng.random() < self._randomness else np.array(advice)
-        return self._acted[None] if self._chunks else self._acted
+        return random_action(spec, draws[slot]) if draws[slot].random() < randomness[slot] else advice
 
-    def took(self, batch: StepBatch, row: int) -> bool:
-        if batch.aborted is not None and batch.aborted[row]:
-            return True
-        terminated, truncated = bool(batch.terminated[row]), bool(batch.truncated[row])
-        self._steps.append((self._acted, float(batch.reward[row]), terminated, truncated, bool(batch.success[row])))
-        if terminated or truncated:
-            self._see(batch.final_observation, row)
-            self.episode = self._finished()
-        return terminated or truncated
+    def keep(seen: dict[str, Any]) -> dict[str, Any]:
+        return {key: np.array(part) for key, part in split(seen).observation.items()}
 
-    def _see(self, observation: Observation, row: int) -> np.ndarray | None:
-        """Note an observation; return the expert's action there, if it is shown."""
-        parts = split({key: part[row] for key, part in observation.items()})
-        self._observations.append({key: np.array(part) for key, part in parts.observation.items()})
-        return parts.expert_action
+    played = play_each(manager, seeds, act, keep) if seeds else []
+    return [None if one.summary is None else _recorded(one, chunks=manager.chunk_size > 1) for one in played]
 
-    def _finished(self) -> RecordedEpisode:
-        action, reward, terminated, truncated, success = zip(*self._steps, strict=True)
-        return RecordedEpisode(
-            seed=self._seed,
-            observation={key: np.stack([seen[key] for seen in self._observations]) for key in self._observations[0]},
-            action=np.stack(action).astype(self._action.dtype),
-            reward=np.array(reward, np.float32),
-            terminated=np.array(terminated, bool),
-            truncated=np.array(truncated, bool),
-            success=np.array(success, bool),
-        )
+
+def _recorded(played: PlayedEpisode, *, chunks: bool) -> RecordedEpisode:
+    """`chunks`: the messages are chunks of one step."""
+    reward, terminated, truncated, success = zip(*played.outcomes, strict=True)
+    return RecordedEpisode(
+        seed=played.seed,
+        observation={key: np.stack([seen[key] for seen in played.seen]) for key in played.seen[0]},
+        action=np.concatenate(played.actions) if chunks else np.stack(played.actions),
+        reward=np.array(reward, np.float32),
+        terminated=np.array(terminated, bool),
+        truncated=np.array(truncated, bool),
+        success=np.array(success, bool),
+    )
 
 
 def random_action(spec: ActionSpec, rng: np.random.Generator) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -172,40 +173,73 @@ def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> lis
     return sorted(finished, key=lambda episode: episode.seed)
 
 
-class EpisodePlayer(Protocol):
-    """Plays one episode in a slot."""
+@dataclass
+class PlayedEpisode:
+    """One episode of `play_each`, of T messages."""
 
-    def act(self, batch: StepBatch, row: int) -> Any:
-        """The message that answers what a row of a batch shows."""
+    seed: int
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """What was kept of the observation before each message, and after the last one."""
+    actions: list[Any] = field(default_factory=list)
+    """[T] messages in the simulator's units: actions [A], chunks [1, A] or texts."""
+    outcomes: list[tuple[float, bool, bool, bool]] = field(default_factory=list)
+    """[T] (reward, terminated, truncated, success)"""
+    summary: EpisodeSummary | None = None
+    """None: the simulator gave the episode up."""
 
-    def took(self, batch: StepBatch, row: int) -> bool:
-        """Note the outcome of the message; return whether the episode is over."""
+    @property
+    def success_at(self) -> int | None:
+        """Messages up to the first success; None: no success yet."""
+        return next((number for number, outcome in enumerate(self.outcomes, start=1) if outcome[-1]), None)
 
 
 def play_each(
-    manager: Simulators, seeds: Sequence[int], players: Sequence[EpisodePlayer], between: Callable[[list[int]], object] = lambda slots: None
-) -> int:
-    """Play one episode of each seed side by side: slot s plays seeds[s] with players[s]. The manager's running episodes are lost.
+    manager: Simulators,
+    seeds: Sequence[int],
+    act: Callable[[int, dict[str, Any]], Any],
+    keep: Callable[[dict[str, Any]], dict[str, Any]],
+    between: Callable[[dict[int, PlayedEpisode]], object] = lambda going: None,
+) -> list[PlayedEpisode]:
+    """Play one episode of each seed side by side: slot s plays seeds[s]. The manager's running episodes are lost.
 
     Args:
         seeds: at most as many as the manager has slots. If all slots step together, the surplus ones play the last seed.
-        between: called with the slots whose episodes go on, after each of their messages.
-
-    Returns the number of messages. An episode that the simulator gives up ends there, perhaps before its first message.
+        act: function from (slot, its observation) to an action [A] or a text; with chunks, a chunk of this one step is sent.
+        keep: function from a slot's observation to copies of what is to be kept of it.
+        between: called with the episodes that go on, by slot, after each of their messages.
     """
-    action = manager.spec.action
-    slots = list(range(manager.num_slots if manager.spec.steps_together else len(seeds)))
+    action, steps_together = manager.spec.action, manager.spec.steps_together
+    slots = list(range(manager.num_slots if steps_together else len(seeds)))
     manager.begin(slots, [seeds[min(slot, len(seeds) - 1)] for slot in slots])
-    batch, num_messages = manager.recv(slots), 0
-    going = [slot for slot in range(len(seeds)) if batch.aborted is None or not batch.aborted[slot]]
+    batch, played = manager.recv(slots), [PlayedEpisode(seed) for seed in seeds]
+    going = {slot: played[slot] for slot in range(len(seeds)) if batch.aborted is None or not batch.aborted[slot]}
     while going:
-        acted = {slot: players[slot].act(batch, row) for row, slot in enumerate(batch.slots.tolist()) if slot in going}
-        slots = slots if manager.spec.steps_together else going
-        idle = np.zeros_like(acted[going[0]]) if action.kind != "text" else ""
-        messages = [acted.get(slot, idle) for slot in slots]
+        for row, slot in enumerate(batch.slots.tolist()):
+            if slot in going:
+                seen = {key: part[row] for key, part in batch.observation.items()}
+                given = act(slot, seen)
+                if action.kind != "text":
+                    given = np.atleast_1d(np.array(given, action.dtype))
+                    given = given[None] if manager.chunk_size > 1 else given
+                going[slot].seen.append(keep(seen))
+                going[slot].actions.append(given)
+        slots = slots if steps_together else list(going)
+        idle = "" if action.kind == "text" else np.zeros_like(next(iter(going.values())).actions[-1])
+        messages = [going[slot].actions[-1] if slot in going else idle for slot in slots]
         manager.send(slots, messages if action.kind == "text" else np.stack(messages))
-        num_messages += len(going)
         batch = manager.recv(slots)
-        going = [slot for row, slot in enumerate(slots) if slot in going and not players[slot].took(batch, row)]
+        ended = {episode.slot: episode for episode in batch.episodes}
+        for row, slot in enumerate(slots):
+            if slot not in going:
+                continue
+            if batch.aborted is not None and batch.aborted[row]:
+                del going[slot]
+                continue
+            outcome = float(batch.reward[row]), bool(batch.terminated[row]), bool(batch.truncated[row]), bool(batch.success[row])
+            going[slot].outcomes.append(outcome)
+            if slot in ended:
+                episode = going.pop(slot)
+                episode.seen.append(keep({key: part[row] for key, part in batch.final_observation.items()}))
+                episode.summary = ended[slot]
         between(going)
-    return num_messages
+    return played

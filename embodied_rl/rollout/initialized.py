@@ -23,7 +23,7 @@ import numpy as np
 
 from embodied_rl.config import InitializedConfig
 from embodied_rl.errors import IncompatibleCheckpointError
-from embodied_rl.rollout.evaluation import play_each
+from embodied_rl.rollout.evaluation import PlayedEpisode, play_each
 from embodied_rl.rollout.groups import Assignment
 from embodied_rl.rollout.observations import copied
 from embodied_rl.sim.episode_log import Snapshot
@@ -32,7 +32,7 @@ from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.statistics import wilson_interval
-from embodied_rl.types import ActionSpec, EpisodeSummary, StepBatch
+from embodied_rl.types import EpisodeSummary
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,76 +111,46 @@ def record_expert(
     """
     found: list[SourceEpisode] = []
     num_messages = 0
-    keeps_states, chunks = manager.spec.snapshots in ("exact", "approximate"), manager.chunk_size > 1
     for first in range(0, len(seeds), manager.num_slots):
-        chosen = list(seeds[first : first + manager.num_slots])
-        recorders = [_Recorder(make_expert(), seed, manager.spec.action, picture_keys, chunks=chunks) for seed in chosen]
-
-        def keep_states(going: list[int], recorders: list[_Recorder] = recorders) -> None:
-            due = [slot for slot in going if keeps_states and recorders[slot].is_due(every)]
-            for slot, snapshot in zip(due, manager.snapshot(due) if due else (), strict=True):
-                assert snapshot.base is not None, "a state was asked for"
-                recorders[slot].states[len(recorders[slot].actions)] = plain_snapshot(snapshot).base or {}
-
-        num_messages += play_each(manager, chosen, recorders, keep_states)
-        found += [source for recorder in recorders if (source := recorder.source) is not None]
+        chosen = seeds[first : first + manager.num_slots]
+        experts = [make_expert() for _ in chosen]
+        for episode, states in _play_experts(manager, experts, chosen, every, picture_keys):
+            num_messages += len(episode.actions)
+            if (summary := episode.summary) is not None:
+                actions = tuple(episode.actions[: episode.success_at])
+                spoken = [seen for seen in episode.seen[: len(actions)] if seen]
+                said = tuple((seen["text"], None) for seen in spoken)
+                result = summary.episode_return, summary.success_once
+                pictures = tuple(seen["pictures"] for seen in spoken)
+                found.append(SourceEpisode("expert", episode.seed, actions, *result, states, said=said, pictures=pictures))
     return found, num_messages
+
+
+def _play_experts(
+    manager: Simulators, experts: Sequence[Expert], seeds: Sequence[int], every: int, picture_keys: Sequence[str]
+) -> list[tuple[PlayedEpisode, dict[int, Mapping[str, Any]]]]:
+    """(episode, {messages before it: recorded state}) of each expert, as `record_expert` wants them."""
+    keeps_states, is_text = manager.spec.snapshots in ("exact", "approximate"), manager.spec.action.kind == "text"
+    states: list[dict[int, Mapping[str, Any]]] = [{} for _ in seeds]
+
+    def keep(seen: dict[str, Any]) -> dict[str, Any]:
+        pictures = tuple(np.array(seen[key], np.uint8) for key in picture_keys)
+        return {"text": str(seen["text"]), "pictures": pictures} if is_text else {}
+
+    def keep_states(going: dict[int, PlayedEpisode]) -> None:
+        # After the first success no episode can start.
+        due = [slot for slot, one in going.items() if keeps_states and one.success_at is None and len(one.actions) % every == 0]
+        for slot, snapshot in zip(due, manager.snapshot(due) if due else (), strict=True):
+            assert snapshot.base is not None, "a state was asked for"
+            states[slot][len(going[slot].actions)] = plain_snapshot(snapshot).base or {}
+
+    played = play_each(manager, seeds, lambda slot, seen: experts[slot](seen), keep, keep_states)
+    return list(zip(played, states, strict=True))
 
 
 def shown_expert() -> Expert:
     """Expert that plays what an `instrumented` simulator's own expert shows; called once per episode, like any other."""
     return lambda observation: observation[EXPERT]
-
-
-class _Recorder:
-    """One episode of an expert. Implements `EpisodePlayer`."""
-
-    def __init__(self, expert: Expert, seed: int, action: ActionSpec, picture_keys: Sequence[str], *, chunks: bool) -> None:
-        """`chunks`: the manager's messages are chunks; the expert's chunks have one step."""
-        self._picture_keys = picture_keys
-        self._expert, self._seed, self._action, self._chunks = expert, seed, action, chunks
-        self.actions: list[Any] = []
-        self.said: list[tuple[str, np.ndarray | None]] = []
-        self.pictures: list[tuple[np.ndarray, ...]] = []
-        self.states: dict[int, Mapping[str, Any]] = {}
-        self.source: SourceEpisode | None = None
-        self._success_at: int | None = None
-
-    def act(self, batch: StepBatch, row: int) -> Any:
-        observation = {key: part[row] for key, part in batch.observation.items()}
-        action = self._expert(observation)
-        if self._action.kind == "text":
-            self.said.append((str(observation["text"]), None))
-            self.pictures.append(tuple(np.array(observation[key], np.uint8) for key in self._picture_keys))
-        else:
-            action = np.atleast_1d(np.asarray(action, self._action.dtype))
-        self.actions.append(action[None] if self._chunks else action)
-        return self.actions[-1]
-
-    def is_due(self, every: int) -> bool:
-        """Whether to record the state now; after the first success no episode can start."""
-        return self._success_at is None and len(self.actions) % every == 0
-
-    def took(self, batch: StepBatch, row: int) -> bool:
-        if batch.aborted is not None and batch.aborted[row]:
-            return True
-        if self._success_at is None and batch.success[row]:
-            self._success_at = len(self.actions)
-        summary = next((episode for episode in batch.episodes if episode.slot == int(batch.slots[row])), None)
-        if summary is None:
-            return False
-        until = slice(self._success_at)
-        self.source = SourceEpisode(
-            "expert",
-            self._seed,
-            tuple(self.actions[until]),
-            summary.episode_return,
-            summary.success_once,
-            self.states,
-            said=tuple(self.said[until]),
-            pictures=tuple(self.pictures[until]),
-        )
-        return True
 
 
 @dataclass(frozen=True)
