@@ -12,10 +12,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +28,6 @@ from embodied_rl.agents.tools.base import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend, as_trained
-from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import Start, StartLibrary
 from embodied_rl.rollout.observations import copied, stacked
@@ -78,16 +76,6 @@ _SEEDS = 23
 
 
 @dataclass
-class _Answered:
-    """A turn whose action is at the simulator, or whose calls are at the tools."""
-
-    observation: str
-    prompt: Prompt
-    completion: Completion
-    answer: Answer
-
-
-@dataclass
 class _Playing:
     """Running episode of a slot."""
 
@@ -101,8 +89,8 @@ class _Playing:
     prompt: Prompt | None = None
     temperature: float = 1.0
     """Of the answer to `prompt`."""
-    answered: _Answered | None = None
-    success: bool = False
+    answered: tuple[Completion, Answer] | None = None
+    """Answer to `prompt`, whose action is at the simulator, or whose calls are at the tools."""
     seen: list[dict[str, Any]] | None = None
     """{key: observation} before each step of the simulator, and after the last one if the agent no longer answered it; None: the episode is
     not recorded."""
@@ -153,28 +141,8 @@ class AgentCollector(SlotPump[_Playing]):
         self._server_health = ServerHealth()
         self._warned_of_invalid = False
 
-    def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """Move on what is ready, or everything in lockstep; False: no episode is running.
-        `patience_s`: longest wait if nothing is ready; in lockstep the collector waits for everything."""
-        # First, so that in lockstep no request is in flight between two rounds: further ones would join it when the clock lets them.
-        moved = self._take_tools(patience_s)
-        moved = self._take_scores() or moved
-        moved = self._begin_idle() or moved  # episodes may end at once: their first prompt is too long
-        if not self._playing:
-            return self._wait_for_scores(patience_s) or moved
-        if self._in_step:
-            before = time.perf_counter()
-            # With requests or tool calls in flight the collector does not block on a simulator.
-            wait_s = None if not self._overlaps else 0.0 if self._requests or self._tools else patience_s
-            self._take_steps(self.manager.recv(min_ready=self.min_ready, timeout_s=wait_s))
-            self._waited += time.perf_counter() - before
-        self._take_answers(patience_s)
-        self._tick()
-        return True
-
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """Give up every running episode and continue with another queue: after an evaluation or a resume."""
-        self._forget_all(queue)
+        super().restart(queue)
         self.backend.abort(list(self._requests))
         self.backend.forget()
         self._requests.clear()
@@ -209,8 +177,8 @@ class AgentCollector(SlotPump[_Playing]):
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
     @property
-    def _overlaps(self) -> bool:
-        return self.min_ready is not None
+    def _is_answering(self) -> bool:
+        return bool(self._requests or self._tools)
 
     def _new(self, assignment: Assignment, start: Start | None) -> _Playing:
         seen: list[dict[str, Any]] | None = None if self.recorder is None or start is not None else []
@@ -221,7 +189,7 @@ class AgentCollector(SlotPump[_Playing]):
             playing = self._playing[slot]
             self._repeat(playing)
             self._look(playing, {key: stacked([value]) for key, value in shown.items()}, 0)
-        self._ask(sorted(seen), lambda playing: playing.conversation.prompt(playing.observation))
+        self._ask({slot: self._playing[slot].conversation.prompt(self._playing[slot].observation) for slot in sorted(seen)})
 
     def _repeat(self, playing: _Playing) -> None:
         """Replay the conversation of the source episode up to the start."""
@@ -269,7 +237,7 @@ class AgentCollector(SlotPump[_Playing]):
             playing.turns,
             terminated=terminated,
             truncated=truncated,
-            success=playing.success,
+            success=playing.success_at is not None,
             seed=playing.assignment.seed,
             domain=playing.assignment.domain,
             final_text=playing.observation if final_seen is None else str(final_seen["text"]),
@@ -298,7 +266,6 @@ class AgentCollector(SlotPump[_Playing]):
     # ---- the simulators' side ---------------------------------------------------------------------------------------
 
     def _take_steps(self, batch: StepBatch) -> None:
-        """Note the outcomes of the actions; request answers for the episodes that go on."""
         asking: list[int] = []
         for row, slot, playing, summary in self._outcomes(batch):
             if playing.answered is not None:
@@ -319,30 +286,29 @@ class AgentCollector(SlotPump[_Playing]):
             else:
                 self._look(playing, batch.observation, row)
                 asking.append(slot)
-        self._ask(asking, lambda playing: playing.conversation.prompt(playing.observation))
+        self._ask({slot: self._playing[slot].conversation.prompt(self._playing[slot].observation) for slot in asking})
 
     def _note_turn(self, playing: _Playing, reward: float, *, success: bool) -> None:
-        answered = playing.answered
-        assert answered is not None, "an action was sent"
-        playing.answered = None
-        if success and not playing.success:
-            playing.success, playing.success_at = True, len(playing.turns) + 1
-        completion = answered.completion
+        assert playing.answered is not None, "an action was sent"
+        assert playing.prompt is not None, "it was answered"
+        (completion, answer), playing.answered = playing.answered, None
+        if success and playing.success_at is None:
+            playing.success_at = len(playing.turns) + 1
         drawn = completion.log_prob, completion.sampling_log_prob
         log_prob, temperature = as_trained(*drawn, playing.temperature, self.agent.config.top_p, self.agent.config.top_k)
         playing.turns.append(
             Turn(
-                observation=answered.observation,
-                prompt_ids=answered.prompt.token_ids,
+                observation=playing.observation,
+                prompt_ids=playing.prompt.token_ids,
                 token_ids=completion.token_ids,
                 log_prob=log_prob,
                 version=completion.version,
-                answer=answered.answer.text,
-                parsed=answered.answer.parsed,
-                reward=reward - (self.agent.config.invalid_penalty if isinstance(answered.answer.parsed, InvalidAction) else 0.0),
+                answer=answer.text,
+                parsed=answer.parsed,
+                reward=reward - (self.agent.config.invalid_penalty if isinstance(answer.parsed, InvalidAction) else 0.0),
                 game_reward=reward,
-                dropped=answered.prompt.dropped,
-                images=answered.prompt.images,
+                dropped=playing.prompt.dropped,
+                images=playing.prompt.images,
                 temperature=temperature,
             )
         )
@@ -350,11 +316,12 @@ class AgentCollector(SlotPump[_Playing]):
 
     # ---- the model's side -------------------------------------------------------------------------------------------
 
-    def _ask(self, slots: list[int], prompt_of: Callable[[_Playing], Prompt | None]) -> None:
+    def _ask(self, prompts: Mapping[int, Prompt | None]) -> None:
+        """Request the answers to {slot: prompt}."""
         requests = []
-        for slot in slots:
+        for slot, without_images in prompts.items():
             playing = self._playing[slot]
-            prompt = self.agent.show(prompt_of(playing), playing.images)
+            prompt = self.agent.show(without_images, playing.images)
             if prompt is None:
                 self._counts["too_long"] += 1
                 self._finish(slot, terminated=False, truncated=True)
@@ -368,14 +335,14 @@ class AgentCollector(SlotPump[_Playing]):
             self._next_id += 1
         self.backend.submit(requests)
 
-    def _take_answers(self, patience_s: float) -> None:
+    def _answer(self, patience_s: float) -> None:
         """Read the sampled answers; send the actions and start the tools."""
         if not self._requests:
             return
         self._give_up_superfluous()
         wanted = len(self._requests) if self.min_ready is None else 1
         wait_s = None
-        if self._overlaps:
+        if self.min_ready is not None:
             wait_s = 0.0 if self._in_step else _GLANCE_S if self._tools else patience_s
         actions: dict[int, str] = {}
         for completion in self.backend.poll(min_ready=wanted, timeout_s=wait_s):
@@ -407,7 +374,7 @@ class AgentCollector(SlotPump[_Playing]):
     def _read(self, playing: _Playing, completion: Completion) -> Answer:
         assert playing.prompt is not None, "an answer was asked for"
         answer = self.agent.read(completion, playing.budget)
-        playing.answered = _Answered(playing.observation, playing.prompt, completion, answer)
+        playing.answered = completion, answer
         counts = {"turns": 1, "prompt_tokens": len(playing.prompt.token_ids), "answer_tokens": completion.num_tokens}
         counts |= {"dropped": int(playing.prompt.dropped > 0)}
         if isinstance(answer.parsed, InvalidAction):
@@ -416,31 +383,28 @@ class AgentCollector(SlotPump[_Playing]):
         self._counts.update(counts)
         return answer
 
-    def _take_tools(self, patience_s: float) -> bool:
-        """Add the tools' results as turns without a reward, and request the next answers; in lockstep, wait for all tools. False: there are
-        no results."""
+    def _move_on(self, patience_s: float) -> bool:
+        """Add the tools' results as turns without a reward, and request the next answers; in lockstep, wait for all tools, so that no
+        request is in flight between two rounds: further ones would join it when the clock lets them. False: there are no results."""
         if not self._tools:
             return False
         with waiting:
-            if self._overlaps:
+            if self.min_ready is not None:
                 wait(self._tools.values(), 0.0 if self._in_step or self._requests else patience_s, FIRST_COMPLETED)
             else:
                 wait(self._tools.values())
         ready = {slot: self._tools.pop(slot).result() for slot in sorted(self._tools) if self._tools[slot].done()}
-        asking = []
-        for slot in ready:
-            if self.queue.should_stop(self._playing[slot].assignment):
-                self._stop(slot)
-            else:
-                asking.append(slot)
         prompts: dict[int, Prompt | None] = {}
-        for slot in asking:
+        for slot, response in ready.items():
             playing = self._playing[slot]
+            if self.queue.should_stop(playing.assignment):
+                self._stop(slot)
+                continue
             assert playing.answered is not None, "its answer called tools"
-            prompts[id(playing)] = playing.conversation.tools_answered(playing.answered.completion.token_ids, ready[slot])
+            prompts[slot] = playing.conversation.tools_answered(playing.answered[0].token_ids, response)
             self._note_turn(playing, 0.0, success=False)
-            playing.observation = ready[slot]
-        self._ask(asking, lambda playing: prompts[id(playing)])
+            playing.observation = response
+        self._ask(prompts)
         return bool(ready)
 
     def _give_up_superfluous(self) -> None:

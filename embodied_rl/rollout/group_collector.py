@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import Start, StartLibrary
 from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import SlotPump
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, Episode, EpisodeSummary, Observation, StepBatch
 
 if TYPE_CHECKING:
@@ -150,34 +147,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self.generator = generator
         self._unanswered: dict[int, Observation] = {}
 
-    def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """Play one round: begin what the queue requests, take in what is ready, answer it. False: nothing runs, and nothing may begin.
-
-        `patience_s`: longest wait if nothing is ready; in lockstep it applies only to scores.
-
-        Raises as `next_groups` does.
-        """
-        self._begin_idle()
-        scored = self._take_scores()
-        playing = self._in_step > 0 or bool(self._to_restore)
-        if not playing and not self._unanswered and not self._awaits_scores:
-            return scored
-        if playing:
-            before = time.perf_counter()
-            # Lockstep waits for all slots; otherwise a slow step would split them into batches that depend on timing.
-            with span("env", "wait"):
-                batch = self.manager.recv(min_ready=self.min_ready, timeout_s=None if self.min_ready is None else patience_s)
-            self._waited += time.perf_counter() - before
-            self._take_in(batch)
-        elif not self._unanswered and self.scorer is not None:
-            self.scorer.wait(patience_s)
-        self._act()
-        self._tick()
-        return True
-
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """Give up every running episode and continue with another queue: after an evaluation or a resume."""
-        self._forget_all(queue)
+        super().restart(queue)
         self._unanswered.clear()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -191,10 +162,9 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
     def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
         self._unanswered |= seen
         if self.min_ready is not None:
-            self._act()  # without waiting for others
+            self._answer()  # without waiting for others
 
-    def _take_in(self, batch: StepBatch) -> None:
-        """Note the outcomes of the actions; hand in episodes that ended, and queue the others for their next action."""
+    def _take_steps(self, batch: StepBatch) -> None:
         for row, slot, recorder, summary in self._outcomes(batch):
             if recorder.action:  # not for the observation at the start
                 recorder.stepped(batch, row)
@@ -230,17 +200,17 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             given, seen = recorder.given[: recorder.success_at], dict(enumerate(recorder.observation))
             self._starts.played(recorder.assignment, recorder.start, summary, given=given, seen=seen)
 
-    def _act(self) -> None:
+    def _answer(self, patience_s: float = 0.0) -> None:
         if not self._unanswered:
             return
         # Greedy members act without noise, and noise is an argument of the whole call.
         greedy = [slot for slot in self._unanswered if self._playing[slot].assignment.greedy]
         for slots, noisy in ((sorted(self._unanswered.keys() - set(greedy)), True), (sorted(greedy), False)):
             if slots:
-                self._answer(slots, noisy)
+                self._act(slots, noisy)
         self._unanswered.clear()
 
-    def _answer(self, slots: list[int], noisy: bool) -> None:
+    def _act(self, slots: list[int], noisy: bool) -> None:
         rows = [self._unanswered[slot] for slot in slots]
         observation = {key: stacked([row[key] for row in rows]) for key in rows[0]}
         noise = np.stack([self._playing[slot].noise.next() for slot in slots]) if noisy else None

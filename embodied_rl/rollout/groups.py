@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -265,7 +264,7 @@ WHOLE = Share()
 
 
 class GroupQueue:
-    """Groups of episodes between the collector and the trainer; see the picture at the top of this module. Thread-safe."""
+    """Groups of episodes between the collector and the trainer; see the picture at the top of this module. For use by one thread."""
 
     def __init__(
         self,
@@ -294,7 +293,6 @@ class GroupQueue:
         self._filters, self._greedy = tuple(filters), frozenset(greedy)
         self._clock = clock
         self._share = share
-        self._lock = threading.RLock()
         self._open: dict[int, OpenGroup] = {}
         self._ready: dict[int, EpisodeGroup] = {}
         self._training: list[EpisodeGroup] = []
@@ -316,86 +314,80 @@ class GroupQueue:
         Admitted groups come first, by number: retries and members not yet begun. Raises BatchNeverFullError when more groups than allowed
         were rejected since the last batch.
         """
-        with self._lock:
-            while True:
-                self._waiting = [entry for entry in self._waiting if self._is_wanted(entry)]
-                own = [entry for entry in self._waiting if domain in (None, self._open[entry[0]].domain)]
-                if own:
-                    break
-                if not self._admit():
-                    return None
-            number, member, attempt = chosen = min(own)
-            self._waiting.remove(chosen)
-            assignment = self._open[number].start(member, attempt, self.version, self._clock())
-            self._count_episodes(started=1, running=1)
-            return assignment
+        while True:
+            self._waiting = [entry for entry in self._waiting if self._is_wanted(entry)]
+            own = [entry for entry in self._waiting if domain in (None, self._open[entry[0]].domain)]
+            if own:
+                break
+            if not self._admit():
+                return None
+        number, member, attempt = chosen = min(own)
+        self._waiting.remove(chosen)
+        assignment = self._open[number].start(member, attempt, self.version, self._clock())
+        self._count_episodes(started=1, running=1)
+        return assignment
 
     def finished(self, assignment: Assignment, episode: Episode) -> bool:
         """Hand in a whole episode; False if it is no longer needed (`should_stop`). An episode with NaN or infinity counts as failed.
         Raises ValueError: the episode's seed or domain is not the assignment's; UserError: a filter cannot be applied to the group."""
-        with self._lock:
-            if (episode.seed, episode.domain) != (assignment.seed, assignment.domain):
-                raise ValueError(
-                    f"The episode handed in for group {assignment.group} has seed {episode.seed} of domain '{episode.domain}', but seed "
-                    f"{assignment.seed} of domain '{assignment.domain}' was requested: episodes were mixed up."
-                )
-            if self.should_stop(assignment):
-                return False
-            if not episode.is_finite:
-                self._lose(assignment, "failed", "a reward or log-probability is NaN or infinite")
-                return False
-            group = self._open[assignment.group]
-            group.accept(assignment.member, episode)
-            self._count_episodes(accepted=1, running=-1)
-            if len(group.accepted) == self.config.group_size:
-                self._complete(group)
-            else:
-                self._abandon(group, [member for member in group.running if not group.takes(member, self.config.group_size)])
-            return True
+        if (episode.seed, episode.domain) != (assignment.seed, assignment.domain):
+            raise ValueError(
+                f"The episode handed in for group {assignment.group} has seed {episode.seed} of domain '{episode.domain}', but seed "
+                f"{assignment.seed} of domain '{assignment.domain}' was requested: episodes were mixed up."
+            )
+        if self.should_stop(assignment):
+            return False
+        if not episode.is_finite:
+            self._lose(assignment, "failed", "a reward or log-probability is NaN or infinite")
+            return False
+        group = self._open[assignment.group]
+        group.accept(assignment.member, episode)
+        self._count_episodes(accepted=1, running=-1)
+        if len(group.accepted) == self.config.group_size:
+            self._complete(group)
+        else:
+            self._abandon(group, [member for member in group.running if not group.takes(member, self.config.group_size)])
+        return True
 
     def failed(self, assignment: Assignment, reason: str) -> None:
         """Give up an episode that cannot be finished: retry it while retries last, otherwise its group may fail."""
-        with self._lock:
-            if not self.should_stop(assignment):
-                self._lose(assignment, "failed", reason)
+        if not self.should_stop(assignment):
+            self._lose(assignment, "failed", reason)
 
     def progressed(self, assignment: Assignment) -> None:
         """Note that an episode has moved on by a message; `step_timeout_s` counts from here."""
-        with self._lock:
-            if not self.should_stop(assignment):
-                self._open[assignment.group].running[assignment.member].progressed_s = self._clock()
+        if not self.should_stop(assignment):
+            self._open[assignment.group].running[assignment.member].progressed_s = self._clock()
 
     def should_stop(self, assignment: Assignment) -> bool:
         """Whether an episode is no longer needed: its group is complete, gone or full without it, or this attempt was given up or handed
         in."""
-        with self._lock:
-            group = self._open.get(assignment.group)
-            attempt = None if group is None else group.running.get(assignment.member)
-            return attempt is None or attempt.assignment != assignment
+        group = self._open.get(assignment.group)
+        attempt = None if group is None else group.running.get(assignment.member)
+        return attempt is None or attempt.assignment != assignment
 
     def tick(self) -> list[Assignment]:
         """Give up episodes that have timed out and return them, so that the collector stops their slots. Call it about every second.
         Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message names the cause."""
-        with self._lock:
-            now, config = self._clock(), self.config
-            late = [
-                (attempt.assignment, what)
-                for group in self._open.values()
-                for attempt in group.running.values()
-                if (what := attempt.overdue(now, config.step_timeout_s, config.episode_timeout_s)) is not None
-            ]
-            given_up = []
-            for assignment, what in late:
-                # Losing one episode may end its group, and with it others of this list.
-                if not self.should_stop(assignment):
-                    self._lose(assignment, "timed_out", what)
-                    given_up.append(assignment)
-            waited_s = 0.0 if self._waiting_since_s is None else now - self._waiting_since_s
-            if config.batch_timeout_s is not None and waited_s > config.batch_timeout_s:
-                raise BatchNeverFullError(
-                    f"The trainer has waited {waited_s:.0f} s for a batch (algorithm.groups.batch_timeout_s). {self.describe()}"
-                )
-            return given_up
+        now, config = self._clock(), self.config
+        late = [
+            (attempt.assignment, what)
+            for group in self._open.values()
+            for attempt in group.running.values()
+            if (what := attempt.overdue(now, config.step_timeout_s, config.episode_timeout_s)) is not None
+        ]
+        given_up = []
+        for assignment, what in late:
+            # Losing one episode may end its group, and with it others of this list.
+            if not self.should_stop(assignment):
+                self._lose(assignment, "timed_out", what)
+                given_up.append(assignment)
+        waited_s = 0.0 if self._waiting_since_s is None else now - self._waiting_since_s
+        if config.batch_timeout_s is not None and waited_s > config.batch_timeout_s:
+            raise BatchNeverFullError(
+                f"The trainer has waited {waited_s:.0f} s for a batch (algorithm.groups.batch_timeout_s). {self.describe()}"
+            )
+        return given_up
 
     # --- the trainer's side ------------------------------------------------------------------------------------------
 
@@ -408,39 +400,35 @@ class GroupQueue:
             ValueError: `version` is not the published one, or the previous batch was not published.
             BatchNeverFullError: more groups than allowed were rejected since the last batch.
         """
-        with self._lock:
-            if version != self.version:
-                raise ValueError(f"take({version}), but the latest published version is {self.version}: call published first.")
-            if self._training:
-                raise ValueError(
-                    f"take({version}) again: the batch of version {version} is being trained on. Call published({version + 1})."
-                )
-            self._drop_stale()
-            ready = {number: group.oldest_version for number, group in self._ready.items()}
-            unfinished = {number: group.oldest_version(version) for number, group in self._open.items()}
-            numbers = choose_batch(self.config, version=version, ready=ready, unfinished=unfinished)
-            if numbers is None:
-                if self._waiting_since_s is None:
-                    self._waiting_since_s = self._clock()
-                self._raise_if_hopeless()
-                return None
-            for number in numbers:
-                self._training.append(self._ready.pop(number))
-                self._count(self._training[-1].domain, consumed=1, in_flight=-1)
-            assert all(group.age(version) <= self.config.max_staleness for group in self._training)
-            self._waiting_since_s, self._rejected = None, 0
-            self._reasons.clear()
-            return list(self._training)
+        if version != self.version:
+            raise ValueError(f"take({version}), but the latest published version is {self.version}: call published first.")
+        if self._training:
+            raise ValueError(f"take({version}) again: the batch of version {version} is being trained on. Call published({version + 1}).")
+        self._drop_stale()
+        ready = {number: group.oldest_version for number, group in self._ready.items()}
+        unfinished = {number: group.oldest_version(version) for number, group in self._open.items()}
+        numbers = choose_batch(self.config, version=version, ready=ready, unfinished=unfinished)
+        if numbers is None:
+            if self._waiting_since_s is None:
+                self._waiting_since_s = self._clock()
+            self._raise_if_hopeless()
+            return None
+        for number in numbers:
+            self._training.append(self._ready.pop(number))
+            self._count(self._training[-1].domain, consumed=1, in_flight=-1)
+        assert all(group.age(version) <= self.config.max_staleness for group in self._training)
+        self._waiting_since_s, self._rejected = None, 0
+        self._reasons.clear()
+        return list(self._training)
 
     def published(self, version: int) -> None:
         """Note that the generator has the weights `version`: the batch they were trained on frees its places, and all waiting groups age.
         Raises ValueError when versions do not grow."""
-        with self._lock:
-            if version <= self.version:
-                raise ValueError(f"published({version}), but version {self.version} was published before: versions must grow.")
-            self.version = version
-            self._training = []
-            self._drop_stale()
+        if version <= self.version:
+            raise ValueError(f"published({version}), but version {self.version} was published before: versions must grow.")
+        self.version = version
+        self._training = []
+        self._drop_stale()
 
     # --- what is going on --------------------------------------------------------------------------------------------
 
@@ -450,8 +438,7 @@ class GroupQueue:
 
     def domain_counts(self) -> dict[str, GroupCounts]:
         """{domain: group counts} of the domains that had a group."""
-        with self._lock:
-            return dict(self._by_domain)
+        return dict(self._by_domain)
 
     def episode_counts(self) -> EpisodeCounts:
         """Episode counts over the whole run, including runs it resumed from."""
@@ -459,23 +446,21 @@ class GroupQueue:
 
     def lengths(self) -> dict[str, int]:
         """Current numbers of groups: ``ready`` wait for a batch, ``held`` occupy a place (unfinished, ready and training)."""
-        with self._lock:
-            return {"ready": len(self._ready), "held": self._num_held}
+        return {"ready": len(self._ready), "held": self._num_held}
 
     def describe(self, most: int = 5) -> str:
         """Describe in a few sentences what the queue waits for: counts, rejection reasons, and the longest-running episodes."""
-        with self._lock:
-            now = self._clock()
-            running = sorted((a for g in self._open.values() for a in g.running.values()), key=lambda attempt: attempt.started_s)
-            text = (
-                f"Version {self.version}: {len(self._ready)} groups ready of the {self.config.groups_per_step} of a batch, "
-                f"{len(self._open)} unfinished with {len(running)} episodes running; {self._rejected} rejected since the last batch. "
-                f"{self._history(most)}"
-            )
-            if running:
-                longest = (f"group {a.assignment.group} member {a.assignment.member} ({now - a.started_s:.0f} s)" for a in running[:most])
-                text += " Running longest: " + ", ".join(longest) + "."
-            return text
+        now = self._clock()
+        running = sorted((a for g in self._open.values() for a in g.running.values()), key=lambda attempt: attempt.started_s)
+        text = (
+            f"Version {self.version}: {len(self._ready)} groups ready of the {self.config.groups_per_step} of a batch, "
+            f"{len(self._open)} unfinished with {len(running)} episodes running; {self._rejected} rejected since the last batch. "
+            f"{self._history(most)}"
+        )
+        if running:
+            longest = (f"group {a.assignment.group} member {a.assignment.member} ({now - a.started_s:.0f} s)" for a in running[:most])
+            text += " Running longest: " + ", ".join(longest) + "."
+        return text
 
     def _history(self, most: int = 3) -> str:
         """Describe why groups were rejected, and the outcomes of all groups."""
@@ -494,54 +479,51 @@ class GroupQueue:
 
         `settled`: count the last batch as consumed; the caller has it, so it is not requested again.
         """
-        with self._lock:
-            training = [] if settled else self._training
-            counts = {}
-            for domain, whole in self._by_domain.items():
-                unpublished = sum(group.domain == domain for group in training)
-                back = whole.in_flight + unpublished
-                counts[domain] = asdict(replace(whole, admitted=whole.admitted - back, consumed=whole.consumed - unpublished, in_flight=0))
-            episodes = replace(self._episodes, abandoned=self._episodes.abandoned + self._episodes.running, running=0)
-            return {
-                "format": _FORMAT_VERSION,
-                "seed": self.seed,
-                "weights": dict(self.domains.weights),
-                "version": self.version,
-                "next_number": self._next_number,
-                "redo": sorted([*self._open, *self._ready, *self._redo, *(group.number for group in training)]),
-                "counts": counts,
-                "episodes": asdict(episodes),
-                "rejected": self._rejected,
-                "reasons": dict(self._reasons),
-            }
+        training = [] if settled else self._training
+        counts = {}
+        for domain, whole in self._by_domain.items():
+            unpublished = sum(group.domain == domain for group in training)
+            back = whole.in_flight + unpublished
+            counts[domain] = asdict(replace(whole, admitted=whole.admitted - back, consumed=whole.consumed - unpublished, in_flight=0))
+        episodes = replace(self._episodes, abandoned=self._episodes.abandoned + self._episodes.running, running=0)
+        return {
+            "format": _FORMAT_VERSION,
+            "seed": self.seed,
+            "weights": dict(self.domains.weights),
+            "version": self.version,
+            "next_number": self._next_number,
+            "redo": sorted([*self._open, *self._ready, *self._redo, *(group.number for group in training)]),
+            "counts": counts,
+            "episodes": asdict(episodes),
+            "rejected": self._rejected,
+            "reasons": dict(self._reasons),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. Raises IncompatibleCheckpointError if the run's seed or domain weights differ: other episodes would follow."""
-        with self._lock:
-            assert self._next_number == 0, "only a new queue can take up a saved state"
-            found = {"format": _FORMAT_VERSION, "seed": self.seed, "weights": dict(self.domains.weights)}
-            for name, value in found.items():
-                if state[name] != value:
-                    raise IncompatibleCheckpointError(
-                        f"The checkpoint's group queue has {name}={state[name]}, this run {value}, so it would request other episodes. "
-                        "Resume with the checkpoint's setting."
-                    )
-            self.version = int(state["version"])
-            self._next_number = int(state["next_number"])
-            self._redo = sorted(int(number) for number in state["redo"])
-            self._by_domain = {domain: GroupCounts(**counts) for domain, counts in state["counts"].items()}
-            self._total = _plus(GroupCounts(), *map(vars, self._by_domain.values()))
-            self._episodes = EpisodeCounts(**state["episodes"])
-            self._rejected = int(state["rejected"])
-            self._reasons = Counter(state["reasons"])
+        assert self._next_number == 0, "only a new queue can take up a saved state"
+        found = {"format": _FORMAT_VERSION, "seed": self.seed, "weights": dict(self.domains.weights)}
+        for name, value in found.items():
+            if state[name] != value:
+                raise IncompatibleCheckpointError(
+                    f"The checkpoint's group queue has {name}={state[name]}, this run {value}, so it would request other episodes. "
+                    "Resume with the checkpoint's setting."
+                )
+        self.version = int(state["version"])
+        self._next_number = int(state["next_number"])
+        self._redo = sorted(int(number) for number in state["redo"])
+        self._by_domain = {domain: GroupCounts(**counts) for domain, counts in state["counts"].items()}
+        self._total = _plus(GroupCounts(), *map(vars, self._by_domain.values()))
+        self._episodes = EpisodeCounts(**state["episodes"])
+        self._rejected = int(state["rejected"])
+        self._reasons = Counter(state["reasons"])
 
     def mirror(self, state: Mapping[str, Any]) -> None:
         """Copy the state of another process's queue (its `state_dict`); what is in flight there is then requested from this one."""
-        with self._lock:
-            for part in (self._open, self._ready, self._training, self._waiting):
-                part.clear()
-            self._next_number = 0
-            self.load_state_dict(state)
+        for part in (self._open, self._ready, self._training, self._waiting):
+            part.clear()
+        self._next_number = 0
+        self.load_state_dict(state)
 
     # --- transitions -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import SnapshotCache, Start, StartLibrary
 from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.simulators import Simulators
+from embodied_rl.timeline import span
 from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout, StepBatch
 
 
@@ -159,6 +160,61 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._to_restore: dict[int, Start] = {}
         """Starts by slot that wait for room (`Simulators.room`)."""
 
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
+        """Play one round: take in what is ready, or everything in lockstep, begin what the queue requests, and answer. False: no episode is
+        running, and none may begin.
+
+        `patience_s`: longest wait if nothing is ready; in lockstep the pump waits for everything.
+
+        Raises as `next_groups` does.
+        """
+        moved = self._move_on(patience_s)
+        moved = self._take_scores() or moved
+        moved = self._begin_idle() or moved  # episodes may end at once: their first prompt is too long
+        if not self._playing:
+            return self._wait_for_scores(patience_s) or moved
+        if self._in_step or self._to_restore:
+            before = time.perf_counter()
+            # Lockstep waits for all slots; otherwise a slow step would split them into batches that depend on timing.
+            wait_s = None if self.min_ready is None else 0.0 if self._is_answering else patience_s
+            with span("env", "wait"):
+                batch = self.manager.recv(min_ready=self.min_ready, timeout_s=wait_s)
+            self._waited += time.perf_counter() - before
+            self._take_steps(batch)
+        self._answer(patience_s)
+        self._tick()
+        return True
+
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        """Give up every running episode and continue with another queue: after an evaluation or a resume."""
+        self.manager.discard()
+        self._go_on_with(queue)
+        self._playing.clear()
+        self._to_restore.clear()
+        self._idle, self._in_step = list(range(self.manager.num_slots)), 0
+        if self._starts is not None and self._snapshot_cache is not None:
+            self._starts.discard()
+            self._snapshot_cache.clear()
+
+    # ---- a pump's own -----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether answers are under way, so that the pump does not block on a simulator."""
+        return False
+
+    def _move_on(self, patience_s: float) -> bool:
+        """Move on what waits neither for a simulator nor for an answer; return whether there was any."""
+        return False
+
+    @abc.abstractmethod
+    def _take_steps(self, batch: StepBatch) -> None:
+        """Note the outcomes of the actions; hand in episodes that ended, and take up the others' observations."""
+
+    @abc.abstractmethod
+    def _answer(self, patience_s: float) -> None:
+        """Send the actions that are ready."""
+
     @abc.abstractmethod
     def _new(self, assignment: Assignment, start: Start | None) -> Playing:
         """State of a new episode; `start`: inside another episode, None: an ordinary start."""
@@ -166,6 +222,8 @@ class SlotPump(QueuePump, Generic[Playing]):
     @abc.abstractmethod
     def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
         """Continue with slots whose starts inside other episodes were restored: {slot: {key: observation}}."""
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _begin_idle(self) -> bool:
         """Begin the queue's next episodes in idle slots; return whether there were any."""
@@ -180,7 +238,10 @@ class SlotPump(QueuePump, Generic[Playing]):
                 restored[slot] = start
         if seen := self._restored(restored):
             self._took_up(seen)
-        self._begin(begun)
+        if begun:
+            slots, seeds = zip(*sorted(begun), strict=True)
+            self.manager.begin(list(slots), list(seeds))
+            self._in_step += len(slots)
         return bool(begun or restored)
 
     def _start_metadata(self, start: Start | None) -> dict[str, Any]:
@@ -199,14 +260,6 @@ class SlotPump(QueuePump, Generic[Playing]):
             return {}
         now = [slot for slot, _ in zip(self._to_restore, range(self.manager.room()), strict=False)]
         return self._snapshot_cache.restore({slot: self._to_restore.pop(slot) for slot in now})
-
-    def _begin(self, begun: list[tuple[int, int]]) -> None:
-        """Start episodes, given as (slot, seed)."""
-        if not begun:
-            return
-        slots, seeds = zip(*sorted(begun), strict=True)
-        self.manager.begin(list(slots), list(seeds))
-        self._in_step += len(slots)
 
     def _stop(self, slot: int) -> None:
         """End the slot's episode, which is over or no longer needed."""
@@ -229,17 +282,6 @@ class SlotPump(QueuePump, Generic[Playing]):
         """End the slot's episode as failed: it cannot continue, or cannot be learned from."""
         self._stop(slot)
         self.queue.failed(assignment, why)
-
-    def _forget_all(self, queue: GroupQueue | None) -> None:
-        """Give up every running episode and continue with another queue."""
-        self.manager.discard()
-        self._go_on_with(queue)
-        self._playing.clear()
-        self._to_restore.clear()
-        self._idle, self._in_step = list(range(self.manager.num_slots)), 0
-        if self._starts is not None and self._snapshot_cache is not None:
-            self._starts.discard()
-            self._snapshot_cache.clear()
 
 
 _GLANCE_S = 0.002
