@@ -253,7 +253,7 @@ class RayCluster:
             self._watch = ClusterWatch() if sys.platform == "linux" else None
             self.ray.init(address="local", include_dashboard=False, **common)
             if self._watch is not None:
-                self._watch.note()
+                self._watch.began()
             return
         try:
             _knock(address)
