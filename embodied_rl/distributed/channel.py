@@ -213,8 +213,7 @@ class Link(Messages):
         from safetensors.torch import save  # not earlier: simulator processes load no torch
 
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in (tensors or {}).items()}
-        self._num_sent += 1
-        self._send(self._num_sent, message, save(plain) if plain else b"")
+        self.send_bytes(message, save(plain) if plain else b"")
 
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Receive the next message and its tensors, on the host.
@@ -222,12 +221,22 @@ class Link(Messages):
         """
         from safetensors.torch import load
 
+        message, payload = self.recv_bytes(timeout_s)
+        return message, load(payload) if payload else {}
+
+    def send_bytes(self, message: Mapping[str, Any], payload: bytes) -> None:
+        """`send` with any bytes beside the message."""
+        self._num_sent += 1
+        self._send(self._num_sent, message, payload)
+
+    def recv_bytes(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
+        """`recv` of what `send_bytes` sent."""
         try:
             message, payload, _ = self._recv(self._num_received + 1, timeout_s)
         except ChannelGarbled as error:
             raise ChannelClosed(str(error)) from error
         self._num_received += 1
-        return message, load(payload) if payload else {}
+        return message, payload
 
     def close(self) -> None:
         """Close the socket, even while another thread waits for a message: it and the other end get ChannelClosed at once."""

@@ -10,21 +10,22 @@
 
     started = finished + running + parked
 
-which is asserted after each transition. A *host* plays episodes: simulators' slots (`rollout.migration.SimHost`), or a token
-backend (`rollout.migration.TokenHost`).
+which is asserted after each transition. A *host* plays episodes: simulators' slots (`roles.multiplexed.SimHost`), or a token
+backend (`roles.multiplexed.TokenHost`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from embodied_rl.errors import UserError
 
-Key = Hashable
+Key: TypeAlias = Any
+"""Key of an episode: any hashable value."""
 
 
 class Host(Protocol):

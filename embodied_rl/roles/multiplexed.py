@@ -1,5 +1,5 @@
-"""The simulators of one manager, or one token backend, as several hosts. Some hosts are lent to training and come back; episodes and
-answers move between them.
+"""The simulators of one manager, or one token backend, as several hosts. Some hosts are lent to training and come back; episodes move
+between them by snapshots, answers of a language model by their first tokens (`hybrid.multiplex.Multiplexer`).
 
 A *slot* here is the collector's: it keeps its number while its episode moves between the manager's slots.
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -24,11 +25,10 @@ import numpy as np
 from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, derive_seed
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.roles.device_lease import DeviceLease, HostPlan
 from embodied_rl.roles.token_process import TokenProcess, TokensElsewhere
-from embodied_rl.rollout.migration import PartialAnswer, SimHost, TokenHost
 from embodied_rl.sim.batches import Slots, rows_of
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.faults import FaultRecord
@@ -37,8 +37,229 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import Observation, StepBatch
 
-Key = tuple[int, int]
-"""Key of an episode: (slot, number of the episode)."""
+Key = int
+"""Key of an episode at the hosts: the collector's slot, or the id of a request."""
+_ABORT_TIMEOUT_S = 60.0
+
+
+class SimHost:
+    """Host of the episodes in the slots of one manager.
+
+    An episode is movable while it waits for its action; a step in flight must be received first. With ``autoreset``, a slot's whole
+    sequence of episodes moves: the snapshot contains the seeds of those that follow.
+    """
+
+    def __init__(self, manager: Simulators, slots: Sequence[int] | None = None) -> None:
+        """`slots`: the manager's slots that belong to this host; None: all. Hosts may share a manager.
+        Raises UserError: the simulator cannot save its episodes."""
+        if manager.spec.snapshots == "none":
+            raise UserError(f"Episodes of task '{manager.spec.task}' cannot be moved: the simulator cannot save them (snapshots='none').")
+        self.manager = manager
+        self._slots: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._own = list(range(manager.num_slots) if slots is None else slots)
+        self.capacity = len(self._own)
+        self._free = self._own[::-1]
+        self._in_flight: set[int] = set()
+        self._arrived: list[Key] = []
+
+    @property
+    def running(self) -> Collection[Key]:
+        """Keys of the episodes that have a slot here."""
+        return self._slots.keys()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of slots with a step in flight."""
+        return len(self._in_flight)
+
+    def slot_of(self, key: Key) -> int:
+        """The manager's slot that plays an episode of this host."""
+        return self._slots[key]
+
+    def begin(self, key: Key, seed: int) -> None:
+        """Start a new episode in a free slot, whose first observation is to be received. Raises ValueError when all slots are taken."""
+        slot = self.adopt(key)
+        self.manager.begin([slot], [seed])
+        self._in_flight.add(slot)
+
+    def sending(self, key: Key) -> int:
+        """Mark an episode as in flight and return its slot, for the caller to send to the manager, perhaps with other hosts'."""
+        self._in_flight.add(self._slots[key])
+        return self._slots[key]
+
+    def received(self, slot: int) -> Key:
+        """Mark a slot of this host, which the caller has received from the manager, and return its key."""
+        self._in_flight.discard(slot)
+        return self._keys[slot]
+
+    def arrived(self) -> list[Key]:
+        """Episodes that came from another host since the last call: they wait for their actions."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def discard(self) -> None:
+        """Forget all episodes, after `EnvManager.discard`."""
+        self._slots.clear()
+        self._keys.clear()
+        self._in_flight.clear()
+        self._arrived.clear()
+        self._free = self._own[::-1]
+
+    # ---- Host -------------------------------------------------------------------------------------------------------
+
+    def movable(self) -> Collection[Key]:
+        """Keys of the episodes that wait for an action."""
+        return [key for key, slot in self._slots.items() if slot not in self._in_flight]
+
+    def take(self, keys: Sequence[Key]) -> dict[Key, Snapshot]:
+        """Take snapshots of these episodes and free their slots. Raises ValueError for an episode whose step is in flight."""
+        slots = [self._slots[key] for key in keys]
+        if busy := [key for key, slot in zip(keys, slots, strict=True) if slot in self._in_flight]:
+            raise ValueError(f"Episodes {busy} have a step in flight: receive it first.")
+        snapshots = self.manager.snapshot(slots)
+        for key in keys:
+            self.end(key)
+        return dict(zip(keys, snapshots, strict=True))
+
+    def give(self, states: Mapping[Key, Snapshot]) -> None:
+        """Restore episodes in free slots. Steps in flight here are not disturbed."""
+        self.manager.restore([self.adopt(key) for key in states], list(states.values()))
+        self._arrived += states
+
+    def adopt(self, key: Key) -> int:
+        """Give an episode the first free slot, and return it: the manager begins or restores it there.
+        Raises ValueError when all slots are taken, or the episode has one."""
+        if key in self._slots:
+            raise ValueError(f"Episode {key!r} already has a slot here.")
+        if not self._free:
+            raise ValueError(f"Episode {key!r} has no free slot: all {self.capacity} are in use.")
+        slot = self._free.pop()
+        self._slots[key], self._keys[slot] = slot, key
+        return slot
+
+    def end(self, key: Key) -> None:
+        """End an episode and free its slot."""
+        slot = self._slots.pop(key)
+        self._arrived = [other for other in self._arrived if other != key]
+        del self._keys[slot]
+        self._free.append(slot)
+
+
+_SAMPLED = ("token_ids", "log_prob", "sampling_log_prob", "version")
+"""Arrays [n] of a completion."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartialAnswer:
+    """A request and the n tokens that were sampled for it so far."""
+
+    request: GenerationRequest
+    """The original request."""
+    so_far: Completion | None = None
+    """Completion with those tokens; None: there are none."""
+
+    def rest(self) -> GenerationRequest:
+        """Request for the remaining tokens: the tokens so far belong to its prompt.
+
+        Its seed derives from the original seed and n; with the same seed, the sampler would repeat its first draws. The continuation after
+        a move therefore differs from the one without a move (temperature 0 excepted), but is as likely.
+        """
+        request = self.request
+        if self.so_far is None or not (num_tokens := self.so_far.num_tokens):
+            return request
+        return dataclasses.replace(
+            request,
+            prompt_ids=np.concatenate([request.prompt_ids, self.so_far.token_ids.astype(request.prompt_ids.dtype)]),
+            max_new_tokens=request.max_new_tokens - num_tokens,
+            seed=None if request.seed is None else derive_seed(request.seed, num_tokens),
+            messages=None,
+        )
+
+    def kept(self) -> PartialAnswer:
+        """Part of the answer from which another backend continues. Structured answers restart from the same seed, since no backend resumes
+        a structure in the middle. So do answers with the likeliest tokens of each position, which are not kept."""
+        return self if self.request.structure is None and not self.request.top_logprobs else PartialAnswer(self.request)
+
+    def plus(self, completion: Completion) -> PartialAnswer:
+        """Add the tokens of a completion of `rest`."""
+        if completion.text is not None and completion.num_tokens == 0 and completion.text:
+            raise UserError(
+                f"Request {self.request.request_id} was answered in text without token ids, and cannot continue elsewhere: only backends "
+                "with tokens (torch, vllm) can move answers."
+            )
+        return PartialAnswer(self.request, self.whole(completion))
+
+    def whole(self, last: Completion) -> Completion:
+        """Completion of the original request; `last` is the completion of `rest`."""
+        if self.so_far is None:
+            return last
+        before, after = vars(self.so_far), vars(last)
+        return dataclasses.replace(last, **{name: np.concatenate([before[name], after[name]]) for name in _SAMPLED})
+
+
+class TokenHost:
+    """Host of the requests to one token backend, keyed by their ids. The caller submits to and polls the host in place of the backend."""
+
+    def __init__(self, backend: TokenBackend, capacity: int) -> None:
+        """`capacity`: number of requests that the host is to have at a time."""
+        self.backend, self.capacity = backend, capacity
+        self._parts: dict[Key, PartialAnswer] = {}
+        self._ready: list[Completion] = []
+
+    @property
+    def running(self) -> Collection[Key]:
+        """Ids of requests whose answer is unfinished or not yet polled."""
+        return [*self._parts, *(completion.request_id for completion in self._ready)]
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.backend.submit(requests)
+        self._parts |= {request.request_id: PartialAnswer(request) for request in requests}
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`; answers that began elsewhere come out whole."""
+        if len(self._ready) < min_ready and self._parts:
+            self._collect(self.backend.poll(min_ready - len(self._ready), timeout_s))
+        ready, self._ready = self._ready, []
+        return ready
+
+    # ---- Host -------------------------------------------------------------------------------------------------------
+
+    def movable(self) -> Collection[Key]:
+        """Ids of the unfinished requests."""
+        return list(self._parts)
+
+    def take(self, keys: Sequence[Key]) -> dict[Key, PartialAnswer]:
+        """Stop these requests between two tokens; one that has just finished stays here, for `poll`.
+        Raises TimeoutError: the backend did not return them."""
+        wanted = {key for key in keys if key in self._parts}
+        self.backend.abort(wanted)
+        taken: dict[Key, PartialAnswer] = {}
+        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        while wanted:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"Requests {sorted(map(str, wanted))} were aborted but not returned within {_ABORT_TIMEOUT_S:g} s.")
+            others = []
+            for completion in self.backend.poll(1, _ABORT_TIMEOUT_S):
+                key = completion.request_id
+                if key in wanted and completion.finish_reason == "aborted":
+                    taken[key] = self._parts.pop(key).plus(completion)
+                else:
+                    others.append(completion)
+                wanted.discard(key)
+            self._collect(others)
+        return taken
+
+    def give(self, states: Mapping[Key, PartialAnswer]) -> None:
+        """Continue answers that began elsewhere."""
+        parts = {key: part.kept() for key, part in states.items()}
+        self.backend.submit([part.rest() for part in parts.values()])
+        self._parts |= parts
+
+    def _collect(self, completions: Sequence[Completion]) -> None:
+        self._ready += [self._parts.pop(completion.request_id).whole(completion) for completion in completions]
+
+
 Sent = tuple[np.ndarray, bool]
 """(action, whether its chunk is observed step by step)"""
 _NAP_S = 0.002
@@ -67,12 +288,11 @@ class MultiplexedSimulators(Simulators):
         self._host_of = {slot: number for number, part in enumerate(parts) for slot in part}
         self._multiplexer = lease.share(self._hosts)
         self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, manager.autoreset
-        self._episodes: dict[int, Key] = {}
-        """Key of each slot's episode; with ``autoreset``, of all its episodes until the next `reset`."""
-        self._num_begun = 0
-        self._waiting: deque[tuple[Key, int]] = deque()
-        """Episodes with their seeds that no host has begun yet."""
-        self._held: dict[Key, Sent] = {}
+        self._playing: set[int] = set()
+        """Slots with an episode. The slot is its key at the hosts; with ``autoreset``, that of all its episodes until the next `reset`."""
+        self._waiting: deque[tuple[int, int]] = deque()
+        """(slot, seed) of episodes that no host has begun yet."""
+        self._held: dict[int, Sent] = {}
         """Actions of parked episodes."""
 
     @property
@@ -84,16 +304,15 @@ class MultiplexedSimulators(Simulators):
         """See `EnvManager.reset`; all hosts play. Slots get the seeds that they have in the manager."""
         self.discard()
         for slot, host in sorted(self._host_of.items()):
-            key = self._named(slot)
-            assert self._hosts[host].adopt(key) == slot, "hosts have their slots in order"
-            self._multiplexer.started(key, host)
+            self._playing.add(slot)
+            assert self._hosts[host].adopt(slot) == slot, "hosts have their slots in order"
+            self._multiplexer.started(slot, host)
         return self.manager.reset(seeds, seed_round=seed_round, reconfigure=reconfigure)
 
     def snapshot(self, slots: Slots) -> list[Snapshot]:
         """See `EnvManager.snapshot`; no episode may be parked."""
-        keys = [self._episodes[slot] for slot in slots]
-        hosts = [self._multiplexer.host_of(key) for key in keys]
-        return self.manager.snapshot([self._hosts[host].slot_of(key) for host, key in zip(hosts, keys, strict=True) if host is not None])
+        hosts = [(slot, self._multiplexer.host_of(slot)) for slot in slots]
+        return self.manager.snapshot([self._hosts[host].slot_of(slot) for slot, host in hosts if host is not None])
 
     def room(self) -> int:
         """See `Simulators.room`: free slots of hosts that are not lent."""
@@ -107,9 +326,9 @@ class MultiplexedSimulators(Simulators):
             self.release(slot)
             number = self._multiplexer.room()
             assert number is not None, "there is room"
-            key = self._named(slot)
-            placed[self._hosts[number].adopt(key)] = slot
-            self._multiplexer.started(key, number)
+            self._playing.add(slot)
+            placed[self._hosts[number].adopt(slot)] = slot
+            self._multiplexer.started(slot, number)
         batch = self.manager.restore(list(placed), snapshots)
         self.last_drift = {slot: self.manager.last_drift[own] for own, slot in placed.items()}
         self.lease.note()
@@ -117,26 +336,26 @@ class MultiplexedSimulators(Simulators):
 
     def hosts_of(self, slots: np.ndarray) -> np.ndarray:
         """[n] host numbers of the slots' episodes; for parked ones, any host that is not lent."""
-        active, found = self._multiplexer.active, [self._multiplexer.host_of(self._episodes[slot]) for slot in slots.tolist()]
+        active, found = self._multiplexer.active, [self._multiplexer.host_of(slot) for slot in slots.tolist()]
         return np.array([active[place % len(active)] if host is None else host for place, host in enumerate(found)])
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """See `EnvManager.begin`; an episode without a free slot begins when there is one."""
         for slot, seed in zip(slots, seeds, strict=True):
             self.release(slot)
-            self._waiting.append((self._named(slot), int(seed)))
+            self._playing.add(slot)
+            self._waiting.append((int(slot), int(seed)))
         self._settle()
 
     def send(self, slots: Slots, actions: np.ndarray | Sequence[str], watched: Sequence[bool] | None = None) -> None:
         """See `EnvManager.send`; a parked episode gets its action when a host has room for it."""
         playing: dict[int, Sent] = {}
         for slot, action, shown in zip(slots, actions, watched or [False] * len(slots), strict=True):
-            key = self._episodes[slot]
-            number = self._multiplexer.host_of(key)
+            number = self._multiplexer.host_of(slot)
             if number is None:
-                self._held[key] = np.array(action), shown
+                self._held[slot] = np.array(action), shown
             else:
-                playing[self._hosts[number].sending([key])[0]] = np.asarray(action), shown
+                playing[self._hosts[number].sending(slot)] = np.asarray(action), shown
         self._send(playing)
 
     def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
@@ -146,68 +365,57 @@ class MultiplexedSimulators(Simulators):
             time.sleep(min(_NAP_S, timeout_s or _NAP_S))
             return _empty(self.manager)
         batch = self.manager.recv(min_ready=min_ready, timeout_s=timeout_s)
-        keys: list[Key] = []
-        for slot in batch.slots.tolist():
-            (key,) = self._hosts[self._host_of[slot]].received([slot])
-            keys.append(key)  # type: ignore[arg-type]  # this class gives no other keys
-        given = _renamed(batch, np.asarray([slot for slot, _ in keys], np.int64))
+        theirs = np.array([self._hosts[self._host_of[slot]].received(slot) for slot in batch.slots.tolist()], np.int64)
+        given = _renamed(batch, theirs)
         over = batch.done if batch.aborted is None else batch.done | batch.aborted
-        for key, is_over in zip(keys, over.tolist(), strict=True):
-            if is_over and not self.autoreset:
-                self.release(key[0])
+        for slot in theirs[over].tolist() if not self.autoreset else ():
+            self.release(slot)
         self._settle()
         return given
 
     def release(self, slot: int) -> None:
         """Drop the slot's episode; no step of it may be in flight."""
-        key = self._episodes.pop(slot, None)
-        if key is None:
+        if slot not in self._playing:
             return
-        unbegun = [entry for entry in self._waiting if entry[0] == key]
+        self._playing.remove(slot)
+        unbegun = [entry for entry in self._waiting if entry[0] == slot]
         if unbegun:
             self._waiting.remove(unbegun[0])
             return
-        self._held.pop(key, None)
-        number = self._multiplexer.host_of(key)
+        self._held.pop(slot, None)
+        number = self._multiplexer.host_of(slot)
         if number is not None:
-            self._hosts[number].end(key)
-        self._multiplexer.give_up(key)
+            self._hosts[number].end(slot)
+        self._multiplexer.give_up(slot)
         self._multiplexer.settle()
 
     def discard(self) -> None:
         self.manager.discard()
         self._held.clear()
-        episodes, self._episodes = list(self._episodes.values()), {}
-        unbegun = {key for key, _ in self._waiting}
+        begun = self._playing - {slot for slot, _ in self._waiting}
+        self._playing.clear()
         self._waiting.clear()
         for host in self._hosts:
             host.discard()
-        for key in episodes:
-            if key not in unbegun:
-                self._multiplexer.give_up(key)
+        for slot in begun:
+            self._multiplexer.give_up(slot)
         self.lease.note()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
-
-    def _named(self, slot: int) -> Key:
-        """Key of the episode that begins in a slot."""
-        self._num_begun += 1
-        self._episodes[slot] = (slot, self._num_begun)
-        return self._episodes[slot]
 
     def _settle(self) -> None:
         """Move episodes that can be moved, send held actions to those that have a slot again, and begin waiting ones."""
         self._multiplexer.settle()
         due: dict[int, Sent] = {}
         for host in self._hosts:
-            for key in host.arrived():
-                if (action := self._held.pop(key, None)) is not None:  # type: ignore[call-overload]
-                    due[host.sending([key])[0]] = action
+            for slot in host.arrived():
+                if (action := self._held.pop(slot, None)) is not None:
+                    due[host.sending(slot)] = action
         self._send(due)
         while self._waiting and (number := self._multiplexer.room()) is not None:
-            key, seed = self._waiting.popleft()
-            self._hosts[number].begin(key, seed)
-            self._multiplexer.started(key, number)
+            slot, seed = self._waiting.popleft()
+            self._hosts[number].begin(slot, seed)
+            self._multiplexer.started(slot, number)
         self.lease.note()
 
     def _send(self, due: dict[int, Sent]) -> None:
@@ -319,7 +527,7 @@ class MultiplexedTokens(TokensElsewhere):
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, what: str, *arguments: object) -> None:
+    def _ask(self, what: str, **arguments: object) -> None:
         self._on(what, range(len(self.backends)))
 
     def _on(self, what: str, hosts: Iterable[int]) -> None:

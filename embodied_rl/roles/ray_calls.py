@@ -48,11 +48,11 @@ def answering(method: Callable[_P, object]) -> Callable[_P, Outcome]:
     return answer
 
 
-def call_named(target: object, names: Collection[str], what: str, *arguments: object) -> Any:
+def call_named(target: object, names: Collection[str], what: str, *arguments: object, **named: object) -> Any:
     """Call a method of `target` whose name is in `names`. Raises ValueError for another one."""
     if what not in names:
         raise ValueError(f"{type(target).__name__}.{what} is not to be called by name")
-    return methodcaller(what, *arguments)(target)
+    return methodcaller(what, *arguments, **named)(target)
 
 
 def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> Any:

@@ -19,8 +19,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,9 @@ from torch import Tensor
 from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource, NamedTensors, RayPublisher, ray_tensors
-from embodied_rl.learning.devices import resolve_device, set_compute_threads
+from embodied_rl.learning.devices import compute_threads, resolve_device, set_compute_threads
 from embodied_rl.methods.building import with_backend
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.streams import Stream
@@ -41,18 +42,15 @@ from embodied_rl.roles.device_lease import DeviceLease, HostPlan, plan_here
 from embodied_rl.roles.multiplexed import MultiplexedTokens, capacity_of
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, answering, call_named, failed, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
-from embodied_rl.roles.token_process import TokensElsewhere
-from embodied_rl.roles.worker import HostsOf, LoadedActing, RolloutWorker, WorkerActing, serve
-from embodied_rl.roles.worker_team import WorkerTeam
+from embodied_rl.roles.role_process import Inbox, Reply, serve
+from embodied_rl.roles.token_process import HostTokens
+from embodied_rl.roles.worker import HostsOf, LoadedActing, RolloutWorker, WorkerActing
 from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.scoring import RewardWorker, Scorer
 from embodied_rl.stopping import waiting
 from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
 
 _GENERATION = "GenerationWorker"
-_MOMENT_S = 0.05
-"""Seconds that a host samples before it checks for other requests."""
-_NAP_S = 0.002
 _OF_TOKENS = ("submit", "poll", "abort", "pause", "resume", "release_memory", "restore_memory", "forget")
 """Token backend methods that may be called by name."""
 
@@ -61,6 +59,7 @@ class GenerationWorker:
     """Actor with the policies that act for remote simulators, and the token backends of language agents: of one domain or of all."""
 
     def __init__(self, config: TrainConfig) -> None:
+        set_compute_threads(1, 1)
         self._acting = LoadedActing(config)
         self._sink = DeltaSink() if config.hybrid.publish == "changed" else None
         self._lease: DeviceLease | None = None
@@ -71,7 +70,6 @@ class GenerationWorker:
     @answering
     def begin(self, name: str, domain: str, spec: Mapping[str, Any]) -> ActionLayout:
         """Build the policy `name` of a domain for its simulator; return the layout of its actions."""
-        _one_thread()
         own = self._acting.config.for_domain(domain)
         return self._acting.policy(name, own, SimSpec.from_dict(dict(spec)), self._lease).layout
 
@@ -79,16 +77,15 @@ class GenerationWorker:
     def begin_tokens(self, files: ModelFiles, policy: str, name: str, kind: str) -> tuple[bool, bool, str]:
         """Build the token backend `name` of a kind (`generation.backend`) for a policy's model; return (`can_constrain`, `can_free_memory`,
         device)."""
-        _one_thread()
         with self._acting.reading({policy: files}):
             backend = self._acting.tokens(policy, name, with_backend(self._acting.config.of_policy(policy), kind))
         return backend.can_constrain, backend.can_free_memory, str(backend.device)
 
     @answering
-    def tokens(self, name: tuple[str, str], what: str, *arguments: object) -> Any:
+    def tokens(self, name: tuple[str, str], what: str, **arguments: object) -> Any:
         """Call the method `what` of a token backend, or return its `cache_bytes`."""
         backend = self._acting.backends[name]
-        return backend.cache_bytes if what == "cache_bytes" else call_named(backend, _OF_TOKENS, what, *arguments)
+        return backend.cache_bytes if what == "cache_bytes" else call_named(backend, _OF_TOKENS, what, **arguments)
 
     @answering
     def act(self, name: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> ActedBatch:
@@ -104,19 +101,9 @@ class GenerationWorker:
         self._acting.load(version, tensors if self._sink is None else self._sink.take(version, tensors).items())
 
     @answering
-    def lend(self) -> None:
-        """Free the GPU memory of robots' policies."""
-        self._own_lease.lend()
-
-    @answering
-    def take_back(self) -> None:
-        """Act on the GPU again, with the newest weights."""
-        self._own_lease.take_back()
-
-    @property
-    def _own_lease(self) -> DeviceLease:
-        assert self._lease is not None, "robots' policies act here on the processor"
-        return self._lease
+    def lease(self, what: str) -> None:
+        """Free the GPU memory of robots' policies (``lend``), or act on the GPU again, with the newest weights (``take_back``)."""
+        call_named(self._lease, ("lend", "take_back"), what)
 
 
 def acts_on_hosts(config: TrainConfig) -> bool:
@@ -148,14 +135,15 @@ class RayActing(WorkerActing):
             return stream.generator
         hosted = RayGenerator(self._workers, stream.policy, hosts_of)
         self._handles.append(hosted)
-        self.lease.follow(self._lend, self._take_back)
+        self.lease.follow(partial(self._ask_lease, "lend"), partial(self._ask_lease, "take_back"))
         return hosted
 
     def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
         kind, files = config.generation.backend, dict(self.models[policy])
         begun = [worker.begin_tokens.remote(files, policy, name, kind) for worker in self._workers]
-        made = RayTokens if self.lease is None else RayHostTokens
-        backends = [made(worker, (policy, name), *value_of(own, _GENERATION)) for worker, own in zip(self._workers, begun, strict=True)]
+        backends = [
+            RayTokens(worker, (policy, name), *value_of(own, _GENERATION)) for worker, own in zip(self._workers, begun, strict=True)
+        ]
         self._handles += backends
         if self.lease is None:
             return backends[0]
@@ -169,11 +157,8 @@ class RayActing(WorkerActing):
         for handle in self._handles:
             handle.version = version
 
-    def _lend(self, hosts: Collection[int]) -> None:
-        self._all([self._workers[number].lend.remote() for number in hosts])
-
-    def _take_back(self, hosts: Collection[int]) -> None:
-        self._all([self._workers[number].take_back.remote() for number in hosts])
+    def _ask_lease(self, what: str, hosts: Collection[int]) -> None:
+        self._all([self._workers[number].lease.remote(what) for number in hosts])
 
     def _all(self, asked: Sequence[Reference]) -> list[Any]:
         return [value_of(reference, _GENERATION) for reference in asked]
@@ -210,28 +195,25 @@ class RayGenerator(Generator):
         _from_the_trainer(version, ())
 
 
-class RayTokens(TokensElsewhere):
-    """A token backend in a `GenerationWorker`. Each call returns after the worker has executed it, so the order is the caller's.
-    Raises RoleLost when the worker has ended, and any exception of the backend."""
+class ActorCall:
+    """A call of a `GenerationWorker` that may be under way. Implements `Call`."""
 
-    can_free_memory: bool = False
-    """See `TokenBackend`, also for the attribute below; copied from the remote backend."""
-    device: str = "cpu"
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def is_over(self, timeout_s: float) -> bool:
+        return bool(ray.wait([self._reference], timeout=timeout_s)[0])
+
+    def value(self) -> Any:
+        return value_of(self._reference, _GENERATION)
+
+
+class RayTokens(HostTokens):
+    """A token backend in a `GenerationWorker`. Raises RoleLost when the worker has ended, and any exception of the backend."""
 
     def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
-        self._worker, self._name = worker, name
+        super().__init__(lambda what, **arguments: ActorCall(worker.tokens.remote(name, what, **arguments)))
         self.can_constrain, self.can_free_memory, self.device = can_constrain, can_free_memory, device
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if requests:
-            self._ask("submit", list(requests))
-
-    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        return list(self._ask("poll", min_ready, timeout_s))
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        if wanted := list(request_ids):
-            self._ask("abort", wanted)
 
     @property
     def cache_bytes(self) -> int:
@@ -246,62 +228,9 @@ class RayTokens(TokensElsewhere):
     def close(self) -> None:
         """Do nothing: the driver ends the worker."""
 
-    def _ask(self, what: str, *arguments: object) -> Any:
-        return value_of(self._worker.tokens.remote(self._name, what, *arguments), _GENERATION)
-
-
-class RayHostTokens(RayTokens):
-    """One of several hosts that sample at the same time; polling does not block the caller. All requests since the last poll are sent
-    together: those that came later would join the others at a step that the clock decides."""
-
-    def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
-        super().__init__(worker, name, can_constrain, can_free_memory, device)
-        self._asked: Reference | None = None
-        self._in_flight = 0
-        self._outbox: list[GenerationRequest] = []
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`; a later call raises the error of an invalid request."""
-        self._in_flight += len(requests)
-        self._outbox += requests
-
-    def flush(self) -> None:
-        requests, self._outbox = self._outbox, []
-        super().submit(requests)
-        self._ask_on()
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        self.flush()
-        super().abort(request_ids)
-
-    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`; with 0 it waits a moment, since the caller could only poll again."""
-        self.flush()
-        deadline = None if timeout_s is None else time.monotonic() + max(timeout_s, _NAP_S)
-        ready: list[Completion] = []
-        while len(ready) < max(min_ready, 1) and self._asked is not None:
-            # Without a deadline `value_of` waits; the end of a run interrupts it.
-            if deadline is not None and not ray.wait([self._asked], timeout=max(deadline - time.monotonic(), 0.0))[0]:
-                break
-            found: list[Completion] = value_of(self._asked, _GENERATION)
-            ready += found
-            self._in_flight -= len(found)
-            self._asked = None
-            self._ask_on()
-        return ready
-
-    def _ask_on(self) -> None:
-        if self._in_flight and self._asked is None:
-            self._asked = self._worker.tokens.remote(self._name, "poll", 1, _MOMENT_S)
-
 
 def _from_the_trainer(version: int, tensors: Iterable[Any]) -> None:
     raise RuntimeError("Weights come from the trainer: see RayActing.load.")
-
-
-def _one_thread() -> None:
-    """Limit a generation actor to one thread for its lifetime."""
-    set_compute_threads(1, 1)
 
 
 _END_S = 5.0
@@ -314,33 +243,22 @@ class RayScorer(Scorer):
     def __init__(self, workers: list[Any], options: RewardWorkerConfig) -> None:
         super().__init__(options.combine, options.timeout_s)
         self._workers = workers
-        self._asked: dict[Any, int] = {}
 
-    def wait(self, timeout_s: float) -> None:
-        if self._asked:
-            ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
+    def _ask(self, number: int, episode: Episode) -> Future[float]:
+        future: Future[float] = self._workers[number % len(self._workers)].score.remote(episode).future()
+        return future
 
     def close(self) -> None:
         """Do nothing: the driver ends the workers."""
 
-    def _ask(self, number: int, episode: Episode) -> None:
-        self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
-
-    def _found(self) -> dict[int, float | str]:
-        """See `Scorer._found`. Raises RayActorError when workers ended too often."""
-        references = list(self._asked)
-        done = ray.wait(references, num_returns=len(references), timeout=0)[0] if references else []
-        found: dict[int, float | str] = {}
-        for reference in done:
-            number = self._asked.pop(reference)
-            try:
-                found[number] = ray.get(reference)
-            except RayTaskError as error:
-                found[number] = first_line(error.cause if error.cause is not None else error)
-        return found
+    def _reason(self, error: BaseException) -> str:
+        """See `Scorer._reason`. Raises RayActorError when workers ended too often."""
+        if not isinstance(error, RayTaskError):
+            raise error
+        return first_line(error.cause if error.cause is not None else error)
 
 
-class EnvWorker:
+class EnvWorker(Inbox):
     """Simulators with the collector, which plays on between requests; a separate thread answers the requests."""
 
     def __init__(self, config: TrainConfig, generation: list[Actor], rewards: list[Actor], share: Share = WHOLE) -> None:
@@ -365,15 +283,14 @@ class EnvWorker:
 
         kind, worker = outcome_of(build)
         if kind == "value":
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(EOFError), compute_threads(1):  # the simulators use the other cores
                 serve(worker, self)
             worker.close()
         while True:  # a daemon thread until the actor ends: late requests get an answer instead of waiting for ever
             _, _, answer = self._requests.get()
             answer.set_result((kind, worker) if kind != "value" else ("lost", "it was ended"))
 
-    def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        """See `Inbox.take`."""
+    def take(self, wait: bool) -> tuple[str, dict[str, Any], Reply] | None:
         try:
             what, arguments, answer = self._requests.get(block=wait)
         except queue.Empty:
@@ -424,14 +341,8 @@ class RayWorker:
             self._timeout_s = None
         return value_of(reference, "EnvWorker")
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """See `WorkerHandle.publish`; sends through the object store."""
-        references, num_bytes = self.put(version, tensors)
-        self.call("load", version=version, tensors=references)
-        return num_bytes
-
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[list[Any], int]:
-        """Put weights into the object store; return (references that `load` accepts until the next call, number of bytes)."""
+        """See `WorkerHandle.put`: into the object store; the references are valid until the next call."""
         stream: NamedTensors = tensors.items()
         if self._differences is not None:
             stream = self._differences.stream(version, stream)
@@ -443,16 +354,6 @@ class RayWorker:
             ray.get(self.env.do.remote("end", {}), timeout=_END_S)
         for actor in (self.env, *self.hosts, *self.rewards):
             ray.kill(actor)
-
-
-class RayTeam(WorkerTeam):
-    """Several rollout workers of a cluster, each an `EnvWorker` with a `GenerationWorker`, on any node."""
-
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """See `WorkerHandle.publish`; the weights are in the object store once, and all workers read them there."""
-        references, num_bytes = self._workers[0].put(version, tensors)
-        self._all(lambda worker: worker.call("load", version=version, tensors=references), self._workers)
-        return int(num_bytes)
 
 
 def wait_for_start(cluster: RayCluster, reference: Reference, timeout_s: float, role: str) -> None:

@@ -42,9 +42,10 @@ from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.device_lease import plan_here, with_host_threads
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, answering, call_named, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
-from embodied_rl.roles.ray_roles import RayTeam, RayWorker, wait_for_start
+from embodied_rl.roles.ray_roles import RayWorker, wait_for_start
 from embodied_rl.roles.remote import RemoteWorker, WorkerHandle
 from embodied_rl.roles.wire import RoleLost, decode_error
+from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.types import SimSpec
 
 _LEAVE_S = 1.0
@@ -236,56 +237,48 @@ class TrainWorker:
 
     policy: TrainedModule
     method: Method
-    """Method; it and the policy exist only if they were built without an error."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        models: Mapping[str, ModelFiles],
-        specs: Sequence[dict[str, Any]],
-        ranks: Sequence[Any] = (),
+    @answering
+    def begin(
+        self, config: TrainConfig, models: Mapping[str, ModelFiles], specs: Sequence[dict[str, Any]], ranks: Sequence[Actor] = ()
     ) -> None:
-        """
+        """Build the method and its policy, with random weights.
+
         Args:
             models: {policy: files of a language policy}; empty without one.
             specs: simulator specs of all streams (`RemoteWorker.specs`).
             ranks: `RankWorker` actors of rank 1, 2, …
         """
         self._publisher, self._lends = RayPublisher(), config.hybrid.placement.kind == "multiplexed"
+        if self._lends:
+            config = with_host_threads(config, plan_here(config))
+        # Playing, and with it the rest of `hybrid`, is elsewhere.
+        hybrid = HybridConfig(
+            device=config.hybrid.device,
+            placement=config.hybrid.placement,
+            num_threads=config.hybrid.num_threads,
+            precision=config.hybrid.precision,
+            sharding=config.hybrid.sharding,
+        )
+        # The warm start runs before training starts here: see `TrainedApart.restart`.
+        own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
+        torch.manual_seed(config.seed)
+        # The models' files are read inside the block, so a killed actor leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
+            languages = {}
+            for name, files in models.items():
+                write_model_files(files, Path(folder) / name)
+                languages[name] = blank_policy(own.of_policy(name).language, Path(folder) / name)
+            streams = streams_elsewhere(own, [SimSpec.from_dict(one) for one in specs])
+            parts = build_run(own, streams, Path(own.run_dir), languages=languages, ranks=RayRanks(ranks))
+        self.policy, self.method = parts.policy, parts.method
 
-        def build() -> None:
-            threads = config
-            if config.hybrid.placement.kind == "multiplexed":
-                threads = with_host_threads(config, plan_here(config))
-            # Playing, and with it the rest of `hybrid`, is elsewhere.
-            hybrid = HybridConfig(
-                device=config.hybrid.device,
-                placement=config.hybrid.placement,
-                num_threads=threads.hybrid.num_threads,
-                precision=config.hybrid.precision,
-                sharding=config.hybrid.sharding,
-            )
-            # The warm start runs before training starts here: see `TrainedApart.restart`.
-            own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
-            torch.manual_seed(config.seed)
-            # The model's files are read inside the block, so a killed actor leaves nothing behind.
-            with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
-                found = [SimSpec.from_dict(one) for one in specs]
-                self.policy, self.method = _learner(own, found, models, Path(folder), RayRanks(ranks))
-
-        self._built = outcome_of(build)
-
-    def load(self, weights: dict[str, Tensor]) -> Outcome:
+    @answering
+    def load(self, weights: dict[str, Tensor]) -> None:
         """Load a policy's state: the initial one, or a checkpoint's."""
-        if self._built[0] != "value":
-            return self._built
-
-        def take() -> None:
-            self.policy.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
-            if self._ranks is not None:
-                self._ranks.take_weights()
-
-        return outcome_of(take)
+        self.policy.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
+        if self._ranks is not None:
+            self._ranks.take_weights()
 
     @answering
     def update(self, experience: Experience, iteration: int, steps: int) -> dict[str, float]:
@@ -343,12 +336,13 @@ class TrainedApart(StreamsMethod):
         self._rank_workers = [rank.options(**cluster.options("train", number)).remote() for number in range(1, num_ranks)]
         actor: Actor = ray.remote(TrainWorker).options(**cluster.options("train"))
         specs = [spec.to_dict() for spec in run.specs]
-        self._worker = actor.remote(config, run.models, specs, self._rank_workers)
+        self._worker = actor.remote()
         try:
-            first = self._worker.load.remote(_on_host(self._policy.state_dict()))
+            begun = self._worker.begin.remote(config, run.models, specs, self._rank_workers)
             ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
-            wait_for_start(cluster, first, config.hybrid.ray.start_timeout_s + ranks_s, "TrainWorker")
-            value_of(first, "TrainWorker")
+            wait_for_start(cluster, begun, config.hybrid.ray.start_timeout_s + ranks_s, "TrainWorker")
+            value_of(begun, "TrainWorker")
+            value_of(self._worker.load.remote(_on_host(self._policy.state_dict())), "TrainWorker")
         except BaseException:
             self.close()
             raise
@@ -424,7 +418,7 @@ class RayRun(RemoteWorker):
     def _start_actors(self, config: TrainConfig) -> WorkerHandle:
         if config.hybrid.players == 1:
             return RayWorker(config, self._cluster)
-        return RayTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
+        return WorkerTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
 
     @property
     def method(self) -> Callable[..., StreamsMethod]:
@@ -454,18 +448,6 @@ class RayRun(RemoteWorker):
 def _end(actor: Actor) -> None:
     with contextlib.suppress(Exception):  # ignore any failure of the cluster: this is the end of the run
         ray.kill(actor)
-
-
-def _learner(
-    config: TrainConfig, specs: Sequence[SimSpec], models: Mapping[str, ModelFiles], folder: Path, ranks: RankHost
-) -> tuple[TrainedModule, Method]:
-    """Build (policy with random weights, method). `specs`: of all streams; `models`: {policy: files of a language policy}."""
-    languages = {}
-    for name, files in models.items():
-        write_model_files(files, folder / name)
-        languages[name] = blank_policy(config.of_policy(name).language, folder / name)
-    parts = build_run(config, streams_elsewhere(config, specs), Path(config.run_dir), languages=languages, ranks=ranks)
-    return parts.policy, parts.method
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

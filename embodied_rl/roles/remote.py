@@ -37,8 +37,8 @@ class WorkerHandle(Protocol):
     def call(self, what: str, **arguments: object) -> Any:
         """Call the worker's method `what`. Raises RoleLost, and any exception of the method."""
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Send weights for the worker to play with; return the number of bytes sent. Raises RoleLost."""
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[Any, int]:
+        """Put weights where the worker can read them; return (what its method `load` takes for them, number of bytes). Raises RoleLost."""
 
     def close(self) -> None: ...
 
@@ -193,7 +193,9 @@ class RemoteWorker(Simulators):
         self.at_close.close()
 
     def _send_weights(self) -> None:
-        self.published_bytes = self._live().publish(self.version, self._weights())
+        worker = self._live()
+        where, self.published_bytes = worker.put(self.version, self._weights())
+        worker.call("load", version=self.version, tensors=where)
         self._has_base = True
 
     def _weights(self) -> dict[str, Tensor]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import traceback
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,19 @@ from torch import Tensor
 
 from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ToolCall, ToolRequest, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn
+from embodied_rl.distributed.channel import Link
 from embodied_rl.errors import NonFiniteError, UserError
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
+from embodied_rl.sim.snapshots import SnapshotError, TreeReader, TreeWriter
+from embodied_rl.specs import Json
 from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout
 
 _AGENTS: tuple[type[Any], ...] = (AgentEpisode, InvalidAction, MalformedCall, ToolCall, ToolRequest, Turn, ValidAction)
 _ROBOTS: tuple[type[Any], ...] = (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ROBOTS, *_AGENTS)}
 _ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (FaultKind,)}
-_SMALL_BYTES = 4096
-_KIND = "$"
-"""Key of the tagged objects below; mappings travel as lists of pairs, so none is mistaken for a tagged object."""
 
 
 def register(kind: type[Any]) -> type[Any]:
@@ -37,112 +35,72 @@ def register(kind: type[Any]) -> type[Any]:
     return kind
 
 
-def pack(value: object) -> tuple[Any, dict[str, Tensor]]:
-    """Convert a value to JSON values and the arrays beside them.
+class RoleLink(Link):
+    """A link whose messages are values.
 
-    Numbers, texts, None, lists, tuples, mappings, arrays, torch tensors and registered dataclasses are restored by `unpack`; any other
-    object (such as a simulator's own in an info) arrives as its `repr`.
+    Plain values, arrays, torch tensors and registered dataclasses arrive as they were; any other object (such as a simulator's own in an
+    info) arrives as its `repr`.
     """
-    parcel = _Parcel()
-    return _pack(value, parcel), parcel.tensors()
+
+    def send_value(self, value: object) -> None:
+        """Send a value. Raises ChannelClosed."""
+        writer = _Writer()
+        skeleton = writer.node(value)
+        self.send_bytes({"value": skeleton}, b"".join(writer.blocks))
+
+    def recv_value(self, timeout_s: float | None = None) -> Any:
+        """Receive the next value. Raises as `Link.recv`, and ValueError for an unknown type."""
+        message, payload = self.recv_bytes(timeout_s)
+        return _Reader(memoryview(payload)).node(message["value"])
 
 
-def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
-    """Inverse of `pack`. Raises ValueError for an unknown type."""
-    if isinstance(value, list):
-        return [unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value[_KIND]
-    if kind == "array":
-        return tensors[value["n"]].numpy()
-    if kind == "small array":
-        pool, start, shape = tensors[value["p"]].numpy(), value["o"], value["s"]
-        return pool[start : start + math.prod(shape)].reshape(shape).copy()
-    if kind == "tensor":
-        return tensors[value["n"]]
-    if kind == "scalar":
-        return np.dtype(value["t"]).type(value["v"])
-    if kind == "text array":
-        return np.asarray(value["v"], value["t"]).reshape(value["s"])
-    if kind == "objects":
-        found: np.ndarray = np.empty(len(value["v"]), object)
-        for place, item in enumerate(value["v"]):  # one by one: numpy would look inside arrays
-            found[place] = unpack(item, tensors)
-        return found.reshape(value["s"])
-    if kind == "tuple":
-        return tuple(unpack(item, tensors) for item in value["v"])
-    if kind == "mapping":
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in value["v"]}
-    if kind == "enum":
-        return _ENUMS[value["t"]][value["v"]]
-    if kind != "object" or value["t"] not in _TYPES:
-        raise ValueError(f"a message contains the unknown {kind} {value.get('t')!r}")
-    return _TYPES[value["t"]](**{name: unpack(item, tensors) for name, item in value["v"].items()})
+class _Writer(TreeWriter):
+    """Tags beside those of a snapshot: D dataclass, E member of an enumeration, O array of objects, T tensor."""
+
+    def node(self, value: object) -> Json:
+        try:
+            return super().node(value)
+        except SnapshotError:  # a set of objects
+            return repr(value)
+
+    def other(self, value: object) -> Json:
+        name = type(value).__name__
+        match value:
+            case np.ndarray() if value.dtype == object:
+                return ["O", list(value.shape), self.items(value.reshape(-1))]
+            case Tensor():
+                raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                return ["T", str(value.dtype).removeprefix("torch."), list(value.shape), self.node(raw)]
+            case Mapping():
+                return self.node(dict(value))
+            case list():
+                return self.node(list(value))
+            case tuple():
+                return self.node(tuple(value))
+            case enum.Enum() if name in _ENUMS:
+                return ["E", name, value.name]
+        if _TYPES.get(name) is not type(value):
+            return repr(value)
+        return ["D", name, {field.name: self.node(vars(value)[field.name]) for field in dataclasses.fields(_TYPES[name])}]
 
 
-def _pack(value: object, parcel: _Parcel) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    name = type(value).__name__
-    match value:
-        case np.ndarray():
-            return _pack_array(value, parcel)
-        case np.bool_() | np.number():
-            return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
-        case Tensor():
-            return {_KIND: "tensor", "n": parcel.add(value)}
-        case list():
-            return [_pack(item, parcel) for item in value]
-        case tuple():
-            return {_KIND: "tuple", "v": [_pack(item, parcel) for item in value]}
-        case Mapping():
-            return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}
-        case enum.Enum() if name in _ENUMS:
-            return {_KIND: "enum", "t": name, "v": value.name}
-    if _TYPES.get(name) is not type(value):
-        return repr(value)
-    fields = {field.name: _pack(vars(value)[field.name], parcel) for field in dataclasses.fields(_TYPES[name])}
-    return {_KIND: "object", "t": name, "v": fields}
+class _Reader(TreeReader):
+    def others(self) -> dict[str, Callable[..., Any]]:
+        return {"D": self._object, "E": lambda kind, name: _ENUMS[kind][name], "O": self._objects, "T": self._tensor}
 
+    def _object(self, kind: str, fields: dict[str, Json]) -> Any:
+        if kind not in _TYPES:
+            raise ValueError(f"a message contains the unknown type {kind!r}")
+        return _TYPES[kind](**{name: self.node(item) for name, item in fields.items()})
 
-def _pack_array(value: np.ndarray, parcel: _Parcel) -> Any:
-    if value.dtype == object:
-        return {_KIND: "objects", "s": list(value.shape), "v": [_pack(item, parcel) for item in value.reshape(-1)]}
-    if value.dtype.kind not in "biuf":
-        return {_KIND: "text array", "t": value.dtype.str, "s": list(value.shape), "v": value.astype(str).reshape(-1).tolist()}
-    if value.nbytes <= _SMALL_BYTES:
-        name, start = parcel.add_small(value)
-        return {_KIND: "small array", "p": name, "o": start, "s": list(value.shape)}
-    plain = np.ascontiguousarray(value).reshape(value.shape)  # numpy gives arrays without axes one axis
-    return {_KIND: "array", "n": parcel.add(torch.from_numpy(plain if plain.flags.writeable else plain.copy()))}
+    def _objects(self, shape: list[int], items: list[Json]) -> np.ndarray:
+        found: np.ndarray = np.empty(len(items), object)
+        for place, item in enumerate(items):  # one by one: numpy would look inside arrays
+            found[place] = self.node(item)
+        return found.reshape(shape)
 
-
-class _Parcel:
-    """Arrays of one message. Small arrays of a type share one tensor: agents' episodes have thousands, and each tensor has its own cost."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._pools: dict[str, list[np.ndarray]] = {}
-        self._sizes: Counter[str] = Counter()
-
-    def add(self, tensor: Tensor) -> str:
-        """Add a tensor; return its name."""
-        name = str(len(self._tensors))
-        self._tensors[name] = tensor
-        return name
-
-    def add_small(self, array: np.ndarray) -> tuple[str, int]:
-        """Add a small array; return (name of its pool, offset)."""
-        name = f"small {array.dtype.str}"
-        start = self._sizes[name]
-        self._pools.setdefault(name, []).append(array.reshape(-1))
-        self._sizes[name] += array.size
-        return name, start
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the message, by name."""
-        return {**self._tensors, **{name: torch.from_numpy(np.concatenate(parts)) for name, parts in self._pools.items()}}
+    def _tensor(self, dtype: str, shape: list[int], raw: Json) -> Tensor:
+        return torch.from_numpy(self.node(raw)).view(getattr(torch, dtype)).reshape(shape)
 
 
 # ---- Exceptions -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from embodied_rl.generation.torch_backend import HostActors, HostedGenerator, To
 from embodied_rl.hybrid.engine import residency_of_playing
 from embodied_rl.hybrid.multiplex import Span
 from embodied_rl.hybrid.residency import Residency
-from embodied_rl.learning.devices import compute_threads, resolve_device
+from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods import language_player as player
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.building import Acting, Playing, let_play
@@ -232,7 +232,11 @@ class RolloutWorker:
     ```
     The worker starts before the model exists, because a tiny model's tokenizer is made of the text environments' words: the trainer first
     requests the `texts`, then sends the model (`take_models`). Kinds of experience differ only in the collectors of the streams.
+    Implements `Role`.
     """
+
+    works_after = ("play", "load", "restart", "learn_starts")
+    """See `Role.works_after`: after an evaluation, nothing is played until new episodes begin."""
 
     def __init__(
         self,
@@ -288,6 +292,17 @@ class RolloutWorker:
             autoreset=config.algorithm.groups is None,
             chunk_size=config.policy.chunk_size,
         )
+
+    @property
+    def asked(self) -> dict[str, Callable[..., Any]]:
+        """See `Role.asked`."""
+        own: list[Callable[..., Any]] = [self.describe, self.texts, self.take_models, self.record, self.load, self.restart, self.play]
+        own += [self.demonstrate, self.evaluate, self.episodes, self.take_up, self.peek, self.start_states]
+        return {
+            **{method.__name__: method for method in own},
+            "load_starts": lambda states: self.starts.copy(states),
+            "learn_starts": lambda lessons: self.starts.learn(lessons, self.queue),
+        }
 
     # ---- what may be asked ------------------------------------------------------------------------------------------
 
@@ -490,52 +505,3 @@ class RolloutWorker:
             counts = self.queue.counts()
             figures["groups/in_flight"] = float(counts.in_flight)
         return figures if self.lease is None else {**figures, **self.lease.figures()}
-
-
-_NAMES = ("describe", "texts", "take_models", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
-_ASKED: dict[str, Callable[..., Any]] = {
-    **{name: vars(RolloutWorker)[name] for name in _NAMES},
-    "start_states": lambda worker: worker.start_states(),
-    "load_starts": lambda worker, states: worker.starts.copy(states),
-    "learn_starts": lambda worker, lessons: worker.starts.learn(lessons, worker.queue),
-}
-"""Methods of a worker that may be called by name."""
-
-
-class Inbox(Protocol):
-    """Source of requests."""
-
-    def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        """Next request (method, arguments, reply function); None: none is there and `wait` is false. Raises EOFError without clients."""
-
-
-def serve(worker: RolloutWorker, inbox: Inbox) -> None:
-    """Serve requests in order, and play on between them if allowed, until `Inbox.take` raises EOFError."""
-    plays_on, failure = False, None
-    with compute_threads(1):  # the simulators use the other cores
-        while True:
-            try:
-                request = inbox.take(wait=not plays_on)
-            except EOFError:
-                return
-            if request is None:
-                try:
-                    plays_on = worker.pump()
-                except BaseException as error:
-                    # The next request gets the error as its answer.
-                    plays_on, failure = False, error
-                continue
-            what, arguments, answer = request
-            if failure is not None:
-                answer(None, failure)
-                failure = None
-                continue
-            try:
-                value = _ASKED[what](worker, **arguments)
-            except Exception as error:
-                plays_on = False
-                answer(None, error)
-            else:
-                # After an evaluation, nothing is played until new episodes begin.
-                plays_on = what in ("play", "load", "restart", "learn_starts")
-                answer(value, None)

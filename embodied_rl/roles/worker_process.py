@@ -1,29 +1,19 @@
-"""A rollout worker in a separate process on this machine, ``python -m embodied_rl.roles.worker_process SOCKET``, and its handle.
-
-Requests and answers are JSON and plain arrays over a socket; weights and their version go through shared memory.
-"""
+"""A rollout worker in a separate process on this machine, ``python -m embodied_rl.roles.worker_process SOCKET``, and its handle."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import select
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from embodied_rl.config import TrainConfig
-from embodied_rl.distributed.channel import ChannelClosed, Link, can_be_read
-from embodied_rl.distributed.processes import started
-from embodied_rl.hybrid.shared_weights import AnnouncedWeights
-from embodied_rl.roles.role_process import RoleProcess
-from embodied_rl.roles.wire import encode_error, pack, unpack
-from embodied_rl.roles.worker import Inbox, RolloutWorker, serve
+from embodied_rl.learning.devices import set_compute_threads
+from embodied_rl.roles.role_process import RoleProcess, run_role
+from embodied_rl.roles.wire import RoleLink
+from embodied_rl.roles.worker import RolloutWorker
 from embodied_rl.rollout.groups import WHOLE, Share
 
 _END_S = 20.0
@@ -39,103 +29,16 @@ class WorkerProcess(RoleProcess):
             share: groups and slots of this worker; other workers play the rest.
             gpu: the only GPU that it sees; None: the same GPUs as this process.
         """
-        super().__init__("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu)
-        self._only_changed = config.hybrid.publish == "changed"
-        self.tell("begin", config=config.to_dict(), share=list(dataclasses.astuple(share)))
-
-    def call(self, what: str, **arguments: object) -> Any:
-        """Call the worker's method `what`. Raises RoleLost, and any exception of the method."""
-        self.tell(what, **arguments)
-        message, tensors = self.recv()
-        return unpack(message["value"], tensors)
-
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write the weights into shared memory; the worker loads them before it serves any other request."""
-        path, num_bytes = self.put(version, tensors, only_changed=self._only_changed)
-        self.call("load", version=version, path=path)
-        return num_bytes
+        begin = {"config": config.to_dict(), "share": list(dataclasses.astuple(share))}
+        super().__init__("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu, **begin)
+        self.only_changed = config.hybrid.publish == "changed"
 
 
-class LentTensors:
-    """(name, tensor) pairs of a publisher: its own memory until `give_back`, from which a GPU loads at the speed of its link; copies
-    afterwards, unless they were read before."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self._were_read = tensors, False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self._were_read = True
-        return iter(self._tensors.items())
-
-    def give_back(self) -> None:
-        self._tensors = {} if self._were_read else {name: tensor.clone() for name, tensor in self._tensors.items()}
-
-
-class _LinkInbox(Inbox):
-    """Requests from the socket."""
-
-    def __init__(self, link: Link, descriptor: int) -> None:
-        self._link, self._descriptor = link, descriptor
-        self._announced = AnnouncedWeights()
-
-    def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        if not wait and not can_be_read(self._descriptor, timeout_s=0.0):
-            return None
-        try:
-            message, tensors = self._link.recv()
-        except ChannelClosed as error:
-            raise EOFError from error
-        arguments = unpack(message["with"], tensors)
-        if message["do"] == "load":
-            return "load", *self._load(**arguments)
-        return message["do"], arguments, self._answer
-
-    def _load(self, version: int, path: str) -> tuple[dict[str, Any], Callable[[Any, BaseException | None], None]]:
-        hold = contextlib.ExitStack()
-        lent = LentTensors(hold.enter_context(self._announced.hold(version, path)).tensors)
-
-        def answer(value: object, error: BaseException | None) -> None:
-            lent.give_back()
-            hold.close()
-            self._answer(value, error)
-
-        return {"version": version, "tensors": lent}, answer
-
-    def _answer(self, value: object, error: BaseException | None) -> None:
-        try:
-            if error is not None:
-                self._link.send({"error": encode_error(error)})
-                return
-            message, tensors = pack(value)
-            self._link.send({"value": message}, tensors)
-        except ChannelClosed as closed:
-            raise EOFError from closed
-
-
-def main(descriptor: int) -> None:
-    """Serve until the trainer ends."""
-    connection = socket.socket(fileno=descriptor)
-    link = Link(connection)
-    message, tensors = link.recv()
-    worker: RolloutWorker | None = None
-    _end_with_trainer(descriptor)
-    inbox = _LinkInbox(link, descriptor)
-    try:
-        try:
-            begin = unpack(message["with"], tensors)
-            worker = RolloutWorker(TrainConfig.from_dict(begin["config"]), share=Share(*begin["share"]))
-        except Exception as error:
-            link.recv()  # the first request
-            link.send({"error": encode_error(error)})
-            return
-        started()
-        with contextlib.suppress(EOFError):
-            serve(worker, inbox)
-    except ChannelClosed:
-        pass
-    finally:
-        if worker is not None:
-            worker.close()
+def _worker(link: RoleLink, config: dict[str, Any], share: list[Any]) -> RolloutWorker:
+    _end_with_trainer(link.socket.fileno())
+    worker = RolloutWorker(TrainConfig.from_dict(config), share=Share(*share))
+    set_compute_threads(1, 1)  # the simulators use the other cores
+    return worker
 
 
 def _end_with_trainer(descriptor: int) -> None:
@@ -153,4 +56,4 @@ def _end_with_trainer(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    run_role(int(sys.argv[1]), _worker)

@@ -86,9 +86,10 @@ class WorkerTeam:
         """(domain, worker) pairs in the order of a single worker's slots."""
         return [(domain, index) for domain in self._slots[0] for index in range(len(self._workers))]
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Send weights to all workers; return the number of bytes sent. Raises RoleLost."""
-        return sum(self._all(lambda worker: worker.publish(version, tensors), self._workers))
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[Any, int]:
+        """See `WorkerHandle.put`; the weights are there once, and all workers read them."""
+        where: tuple[Any, int] = self._workers[0].put(version, tensors)
+        return where
 
     def close(self) -> None:
         """End all workers at the same time, since each may take a while. May be called twice."""

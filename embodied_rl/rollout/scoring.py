@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal
 
 import numpy as np
@@ -80,7 +81,7 @@ class Scorer(abc.ABC):
 
     def __init__(self, combine: Literal["add", "replace"], timeout_s: float) -> None:
         self._combine, self._timeout_s = combine, timeout_s
-        self._pending: dict[int, tuple[Episode, float]] = {}
+        self._pending: dict[int, tuple[Episode, float, Future[float]]] = {}
         self._num_begun = 0
         self._scores: list[float] = []
         self._seconds: list[float] = []
@@ -89,36 +90,34 @@ class Scorer(abc.ABC):
     def submit(self, episode: Episode) -> int:
         """Begin to score an episode; return its number, 0, 1, …, at once."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        self._pending[number] = (episode, time.monotonic())
-        self._ask(number, episode)
+        self._pending[number] = episode, time.monotonic(), self._ask(number, episode)
         return number
 
     def ready(self) -> list[tuple[int, Episode | str]]:
         """(number, episode with its new rewards, or the reason for failure) of everything scored since the last call, by number."""
-        found, now = self._found(), time.monotonic()
         settled: list[tuple[int, Episode | str]] = []
-        for number, score in found.items():
-            if number not in self._pending:
-                continue  # already given up
-            episode, since = self._pending.pop(number)
-            if isinstance(score, str):
-                self._num_failed += 1
-                settled.append((number, score))
+        now = time.monotonic()
+        for number, (episode, since, future) in list(self._pending.items()):
+            if not future.done() and now - since <= self._timeout_s:
                 continue
-            self._num_scored += 1
-            self._scores.append(score)
-            self._seconds.append(now - since)
-            settled.append((number, rewarded(episode, score, self._combine)))
-        late = [number for number, (_, since) in self._pending.items() if now - since > self._timeout_s]
-        for number in late:
             del self._pending[number]
-            self._num_failed += 1
-            settled.append((number, f"no score after {self._timeout_s:g} s (hybrid.reward_worker.timeout_s)"))
-        return sorted(settled, key=lambda item: item[0])
+            if not future.done():
+                result: Episode | str = f"no score after {self._timeout_s:g} s (hybrid.reward_worker.timeout_s)"
+            elif (error := future.exception()) is not None:
+                result = self._reason(error)
+            else:
+                self._scores.append(future.result())
+                self._seconds.append(now - since)
+                result = rewarded(episode, future.result(), self._combine)
+            self._num_failed += isinstance(result, str)
+            self._num_scored += not isinstance(result, str)
+            settled.append((number, result))
+        return settled
 
-    @abc.abstractmethod
     def wait(self, timeout_s: float) -> None:
         """Wait until a score is ready, at most `timeout_s`."""
+        with waiting:
+            wait([future for *_, future in self._pending.values()], timeout_s, FIRST_COMPLETED)
 
     def metrics(self) -> dict[str, float]:
         """Metrics ``reward_worker/…``: episodes scored and failed in the whole run, and their mean score since the last call;
@@ -134,12 +133,12 @@ class Scorer(abc.ABC):
         """Stop scoring; unscored episodes are dropped."""
 
     @abc.abstractmethod
-    def _ask(self, number: int, episode: Episode) -> None:
+    def _ask(self, number: int, episode: Episode) -> Future[float]:
         """Let a worker score an episode."""
 
-    @abc.abstractmethod
-    def _found(self) -> dict[int, float | str]:
-        """{number: score or reason for failure} of what the workers have scored since the last call."""
+    def _reason(self, error: BaseException) -> str:
+        """Why an episode has no score."""
+        return f"{type(error).__name__}: {error}"
 
 
 class ThreadScorer(Scorer):
@@ -148,35 +147,25 @@ class ThreadScorer(Scorer):
     def __init__(self, score: Score, *, num_workers: int, combine: Literal["add", "replace"], timeout_s: float) -> None:
         super().__init__(combine, timeout_s)
         self._score = score
-        self._todo: queue.SimpleQueue[tuple[int, Episode] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[int, float | str]] = queue.SimpleQueue()
-        self._some = threading.Event()
+        self._todo: queue.SimpleQueue[tuple[Future[float], Episode] | None] = queue.SimpleQueue()
         # Daemon threads: a service that never answers does not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, name=f"reward_worker_{n}", daemon=True) for n in range(num_workers)]
         for thread in self._threads:
             thread.start()
 
-    def wait(self, timeout_s: float) -> None:
-        with waiting:
-            self._some.wait(timeout_s)
-
     def close(self) -> None:
         for _ in self._threads:
             self._todo.put(None)
 
-    def _ask(self, number: int, episode: Episode) -> None:
-        self._todo.put((number, episode))
-
-    def _found(self) -> dict[int, float | str]:
-        self._some.clear()
-        return dict(self._done.get_nowait() for _ in range(self._done.qsize()))
+    def _ask(self, number: int, episode: Episode) -> Future[float]:
+        future: Future[float] = Future()
+        self._todo.put((future, episode))
+        return future
 
     def _work(self) -> None:
         while (task := self._todo.get()) is not None:
-            number, episode = task
+            future, episode = task
             try:
-                result: float | str = checked_score(self._score, episode)
+                future.set_result(checked_score(self._score, episode))
             except Exception as error:  # any exception of a user's function becomes a reason, not the end of the run
-                result = f"{type(error).__name__}: {error}"
-            self._done.put((number, result))
-            self._some.set()
+                future.set_exception(error)

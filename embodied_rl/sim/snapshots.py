@@ -4,7 +4,7 @@ Layout, little-endian: ``magic 8s | version u16 | zero u16 | crc32 u32 | skeleto
 ASCII), then the raw blocks of arrays and byte strings. The checksum covers everything after itself.
 
 In the skeleton None, booleans, finite floats, integers of 64 bits and strings represent themselves; everything else is a list that begins
-with a tag of one letter (see `_Writer`).
+with a tag of one letter (see `TreeWriter`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def encode_state(tree: object) -> bytes:
     as their dictionaries were filled in the same order.
     Raises SnapshotError: something in the tree is of another type (the message says where), or it contains itself.
     """
-    writer = _Writer()
+    writer = TreeWriter()
     try:
         skeleton = json.dumps(writer.node(tree), separators=(",", ":"), allow_nan=False).encode("ascii")
     except _Unsupported as error:
@@ -87,7 +87,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
     blocks_from = _HEADER.size + skeleton_size
     try:
         skeleton = json.loads(bytes(view[_HEADER.size : blocks_from]))
-        return _Reader(view[blocks_from:]).node(skeleton)
+        return TreeReader(view[blocks_from:]).node(skeleton)
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError, struct.error) as error:
         raise SnapshotError(f"Snapshot has a right checksum and wrong content ({error}): it was not written by embodied_rl.") from error
 
@@ -108,7 +108,7 @@ class _Unsupported(Exception):
         self.path = ""
 
 
-class _Writer:
+class TreeWriter:
     """Builds the skeleton and collects blocks. Tags: i integer, f float without a decimal form, u text with lone surrogates,
     b bytes, a array, g numpy scalar, l list, t tuple, o dict of plain text keys, d other dict, s set, z frozenset, q deque."""
 
@@ -122,12 +122,12 @@ class _Writer:
             float: _float,
             str: _text,
             bytes: self._bytes,
-            list: lambda value: ["l", self._items(value)],
-            tuple: lambda value: ["t", self._items(value)],
+            list: lambda value: ["l", self.items(value)],
+            tuple: lambda value: ["t", self.items(value)],
             dict: self._dict,
             set: lambda value: ["s", self._sorted(value)],
             frozenset: lambda value: ["z", self._sorted(value)],
-            deque: lambda value: ["q", value.maxlen, self._items(value)],
+            deque: lambda value: ["q", value.maxlen, self.items(value)],
             np.ndarray: self._array,
         }
 
@@ -138,9 +138,15 @@ class _Writer:
         if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
             array = np.asarray(value)
             return ["g", array.dtype.str, self._block(array.tobytes())]
+        return self.other(value)
+
+    def other(self, value: object) -> Json:
+        """Node of a value of another type: a list that begins with a tag of the subclass. Raises an error that `encode_state` reports."""
+        if isinstance(value, np.ndarray):
+            raise _Unsupported(f"numpy array of dtype {value.dtype}")
         raise _Unsupported(f"{type(value).__module__}.{type(value).__qualname__}")
 
-    def _items(self, values: Iterable[object]) -> list[Json]:
+    def items(self, values: Iterable[object]) -> list[Json]:
         nodes: list[Json] = []
         try:
             for value in values:
@@ -169,15 +175,15 @@ class _Writer:
     def _sorted(self, values: Collection[Any]) -> list[Json]:
         # Sets are unordered, and sets of strings differ between processes; sorted, equal sets give equal bytes.
         if all(type(value) is str for value in values):
-            return self._items(sorted(values))
-        return self._items(sorted(values, key=encode_state))
+            return self.items(sorted(values))
+        return self.items(sorted(values, key=encode_state))
 
     def _bytes(self, value: bytes) -> list[Json]:
         return ["b", self._block(value), len(value)]
 
-    def _array(self, value: np.ndarray) -> list[Json]:
+    def _array(self, value: np.ndarray) -> Json:
         if value.dtype.kind not in _ARRAY_KINDS:
-            raise _Unsupported(f"numpy array of dtype {value.dtype}")
+            return self.other(value)
         return ["a", value.dtype.str, list(value.shape), self._block(value.tobytes())]
 
     def _block(self, content: bytes) -> int:
@@ -190,7 +196,9 @@ class _Writer:
         return offset
 
 
-class _Reader:
+class TreeReader:
+    """Builds the values of a `TreeWriter` from its skeleton and the blocks. Raises one of several built-in errors for wrong content."""
+
     def __init__(self, blocks: memoryview) -> None:
         self._blocks = blocks
         self._by_tag: dict[str, Callable[..., Any]] = {
@@ -207,7 +215,12 @@ class _Reader:
             "s": lambda items: {self.node(item) for item in items},
             "z": lambda items: frozenset(self.node(item) for item in items),
             "q": lambda maxlen, items: deque((self.node(item) for item in items), maxlen),
+            **self.others(),
         }
+
+    def others(self) -> dict[str, Callable[..., Any]]:
+        """{tag: reader of the list's further items} of a subclass's own nodes."""
+        return {}
 
     def node(self, node: Json) -> Any:
         if type(node) is list:

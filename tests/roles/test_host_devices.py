@@ -174,13 +174,12 @@ class Here:
         self.worker, self._between = RolloutWorker(config), between
 
     def call(self, what: str, **arguments: object) -> Any:
-        return workers._ASKED[what](self.worker, **arguments)
+        return self.worker.asked[what](**arguments)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> int:
+    def put(self, version: int, tensors: Mapping[str, torch.Tensor]) -> tuple[list[tuple[str, torch.Tensor]], int]:
         for _ in range(self._between):
             self.worker.pump()
-        self.worker.load(version, [(name, tensor.clone()) for name, tensor in tensors.items()])
-        return 0
+        return [(name, tensor.clone()) for name, tensor in tensors.items()], 0
 
     def close(self) -> None:
         self.worker.close()

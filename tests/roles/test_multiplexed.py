@@ -232,7 +232,7 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
         lease.shrink()
         assert (lease.vacated, lease.multiplexers[0].counts().parked) == (True, 1), "host 1 is full"
         lease.lend()
-        parked = next(slot for slot, _ in lease.multiplexers[0].parked)
+        (parked,) = lease.multiplexers[0].parked
         simulators.send([parked], np.full((1, 1), 2.0))
         assert simulators.recv(min_ready=1, timeout_s=0.01).slots.tolist() == []
         lease.take_back()
@@ -257,7 +257,7 @@ def test_episodes_are_taken_up_in_their_own_slots_on_whatever_host() -> None:
         batch = simulators.restore(range(4), saved)
         assert batch.slots.tolist() == [0, 1, 2, 3]
         np.testing.assert_array_equal(batch.observation["state"], seen.observation["state"])
-        assert len({simulators._multiplexer.host_of(key) for key in simulators._episodes.values()}) == 2
+        assert len({simulators._multiplexer.host_of(key) for key in simulators._playing}) == 2
         others = simulators.restore([3, 1], [saved[0], saved[2]])
         assert dict(zip(others.slots.tolist(), others.observation["state"][:, 0].tolist(), strict=True)) == {1: 7.0, 3: 5.0}
 

@@ -122,11 +122,11 @@ def test_a_host_that_is_lent_has_no_copy_until_it_is_back(tmp_path: Path) -> Non
         assert worker.begin("", "", spec.to_dict())[0] == "value"
         own: Any = worker._acting.policies[""]
         (_, before), state = worker.act("", np.arange(2), seen, None), own.policy.state_dict()
-        assert worker.lend()[0] == "value"
+        assert worker.lease("lend")[0] == "value"
         assert not own._hosted[1].modules
         worker._acting.load(1, [(name, part * 1.5 if part.is_floating_point() else part) for name, part in state.items()])
         assert not own._hosted[1].modules
-        assert worker.take_back()[0] == "value"
+        assert worker.lease("take_back")[0] == "value"
         _, after = worker.act("", np.arange(2), seen, None)
     assert (len(own._hosted[1].modules), before.version, after.version) == (1, 0, 1)
     np.testing.assert_array_equal(after.action, ModuleActor(own.policy).act(seen, None)[0])

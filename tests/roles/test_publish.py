@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource
-from embodied_rl.roles.worker_process import LentTensors
+from embodied_rl.roles.role_process import LentTensors
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import GROUPS, TEXTS, assert_same_run, trained
 

@@ -14,9 +14,9 @@ import torch
 
 from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ParsedAction, ToolCall, ToolRequest, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
-from embodied_rl.distributed.channel import Link, can_be_read
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
-from embodied_rl.roles.wire import RoleError, decode_error, encode_error, pack, unpack
+from embodied_rl.roles.wire import RoleError, RoleLink, decode_error, encode_error
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
 from embodied_rl.types import Episode, EpisodeGroup
@@ -25,13 +25,12 @@ from embodied_rl.types import Episode, EpisodeGroup
 def sent(value: Any) -> Any:
     """Through a real socket."""
     ours, theirs = socket.socketpair()
-    message, tensors = pack(value)
-    sender, receiver = Link(ours, begins=True), Link(theirs)
-    sender.send({"value": message}, tensors)
-    received, arrays = receiver.recv(10.0)
+    sender, receiver = RoleLink(ours, begins=True), RoleLink(theirs)
+    sender.send_value(value)
+    received = receiver.recv_value(10.0)
     sender.close()
     receiver.close()
-    return unpack(received["value"], arrays)
+    return received
 
 
 def test_the_one_of_several_descriptors_that_can_be_read_is_noticed() -> None:
@@ -93,9 +92,8 @@ def test_values(value: Any) -> None:
     assert same(sent(value), value)
 
 
-def test_small_arrays_of_a_type_share_a_tensor_and_are_apart_again() -> None:
+def test_arrays_have_their_own_memory() -> None:
     value = [np.arange(5), np.ones(2, np.float32), np.arange(5, 9).reshape(2, 2), np.arange(2000), np.zeros(0, np.int64)]
-    assert len(pack(value)[1]) == 3
     again = sent(value)
     assert same(again, value)
     again[0][:] = -1
@@ -167,8 +165,14 @@ def test_tensors_and_records_of_faults() -> None:
 
 def test_unknown_objects_arrive_as_text_and_unknown_types_are_refused() -> None:
     assert sent({"what": slice(1, 2)}) == {"what": "slice(1, 2, None)"}
+    assert sent([{object}]) == [repr({object})]
+    ours, theirs = socket.socketpair()
+    sender, receiver = RoleLink(ours, begins=True), RoleLink(theirs)
+    sender.send_bytes({"value": ["D", "Popen", {"args": "true"}]}, b"")
     with pytest.raises(ValueError, match=r"unknown .*'Popen'"):
-        unpack({"$": "object", "t": "Popen", "v": {"args": "true"}}, {})
+        receiver.recv_value(10.0)
+    for one in (sender, receiver):
+        one.close()
 
 
 @pytest.mark.parametrize(

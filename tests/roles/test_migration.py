@@ -16,7 +16,7 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
-from embodied_rl.rollout.migration import PartialAnswer, SimHost, TokenHost
+from embodied_rl.roles.multiplexed import PartialAnswer, SimHost, TokenHost
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from tests.policies.language_models import make_model
@@ -38,7 +38,7 @@ def play(hosts: list[SimHost], num_episodes: int, multiplexer: Multiplexer | Non
     def act(host: SimHost, keys: list[int]) -> None:
         # One by one: `send` takes actions in the order of the slots.
         for key in keys:
-            host.manager.send(host.sending([key]), action_of(key, messages[key])[None])
+            host.manager.send([host.sending(key)], action_of(key, messages[key])[None])
             messages[key] += 1
 
     def begin() -> None:
@@ -57,12 +57,12 @@ def play(hosts: list[SimHost], num_episodes: int, multiplexer: Multiplexer | Non
             if not host.num_in_flight:
                 continue
             batch = host.manager.recv(min_ready=1, timeout_s=240.0)
-            keys = host.received(batch.slots.tolist())
+            keys = [host.received(slot) for slot in batch.slots.tolist()]
             done = []
             for row, key in enumerate(keys):
                 observation = b"".join(part[row].tobytes() for _, part in sorted(batch.observation.items()))
                 final = b"".join(part[row].tobytes() for _, part in sorted(batch.final_observation.items())) if batch.done[row] else b""
-                trace.setdefault(int(str(key)), []).append((final or observation, float(batch.reward[row])))
+                trace.setdefault(key, []).append((final or observation, float(batch.reward[row])))
                 if batch.done[row]:
                     done.append(key)
             total += len(keys)
@@ -77,9 +77,9 @@ def play(hosts: list[SimHost], num_episodes: int, multiplexer: Multiplexer | Non
                 multiplexer.expand()
             if multiplexer is not None:
                 multiplexer.settle()
-            act(host, [int(str(key)) for key in keys if key not in done and key in host.running])
+            act(host, [key for key in keys if key not in done and key in host.running])
         for host in hosts:
-            act(host, [int(str(key)) for key in host.arrived()])
+            act(host, host.arrived())
         begin()
     return trace
 
@@ -119,16 +119,16 @@ def test_hosts_of_simulators_refuse_what_would_go_wrong() -> None:
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 5})
     with manager(1, factory) as one:
         host = SimHost(one)
-        host.begin("a", 3)
+        host.begin(1, 3)
         with pytest.raises(ValueError, match="no free slot"):
-            host.begin("b", 4)
+            host.begin(2, 4)
         with pytest.raises(ValueError, match="step in flight"):
-            host.take(["a"])
+            host.take([1])
         assert list(host.movable()) == []
-        host.received(host.manager.recv().slots.tolist())
-        assert list(host.movable()) == ["a"]
+        host.received(int(host.manager.recv().slots[0]))
+        assert list(host.movable()) == [1]
         with pytest.raises(ValueError, match="already"):
-            host.begin("a", 4)
+            host.begin(1, 4)
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
