@@ -37,6 +37,15 @@ class Rows(ABC):
         counts = self.counts
         return self if counts is None or bool(counts.all()) else self.chosen(counts.nonzero().squeeze(-1))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate the rows of several domains, padded to the longest."""
+        raise NotImplementedError
+
+    def without_advantages(self) -> Self:
+        """Set all advantages to 0: only the critic learns."""
+        raise NotImplementedError
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All fields under flat names, for other processes and for files."""
@@ -136,6 +145,9 @@ class Batch(TensorRows):
             return parts[0]
         found = [part.tensors() for part in parts]
         return cls.of_tensors({name: torch.cat([tensors[name] for tensors in found]) for name in found[0]})
+
+    def without_advantages(self) -> Batch:
+        return self.replaced(advantage=torch.zeros_like(self.advantage))
 
     @property
     def num_rows(self) -> int:

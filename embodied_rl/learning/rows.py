@@ -145,6 +145,9 @@ class EpisodeRows(TensorRows):
         returns = self.inputs.get("returns", torch.zeros(decisions.shape))
         return replace(self, inputs={**self.inputs, "returns": returns, VALUED: decisions & ("returns" in self.inputs)})
 
+    def without_advantages(self) -> EpisodeRows:
+        return replace(self, inputs={**self.inputs, "advantage": torch.zeros_like(self.inputs["advantage"])})
+
     def episodes_of(self, num_decisions: int) -> int:
         """Number of episodes that together have about `num_decisions` decisions that count."""
         decisions = self.inputs["decisions"]
@@ -233,6 +236,9 @@ class TokenBatch(Rows):
         every = {name: value for own in named for name, value in own.items()}
         sequences = tuple(sequence for part in parts for sequence in part.sequences)
         return cls(sequences, **{name: whole(name, value) for name, value in every.items()})
+
+    def without_advantages(self) -> TokenBatch:
+        return replace(self, advantage=torch.zeros_like(self.advantage))
 
     @property
     def num_rows(self) -> int:

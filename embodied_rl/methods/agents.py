@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from embodied_rl.learning.episode_objectives import TokenObjective
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
-from embodied_rl.methods.groups import of_domain
-from embodied_rl.methods.learners import PlayingLearner, of_domains
+from embodied_rl.methods.learners import PlayingLearner, Prepared
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
@@ -33,16 +32,6 @@ DIALOGUES = "dialogues.html"
 """File in a run's folder."""
 _DIALOGUES, _DOMAIN_DIALOGUES = 12, 4
 """Number of episodes written at the end: of a run's only domain, and of each of several domains."""
-
-
-@dataclass(frozen=True)
-class PreparedTurns:
-    """Turns with their credit, as tokens."""
-
-    tokens: TokenBatch
-    num_turns: int
-    """Number of turns that are learned from."""
-    metrics: dict[str, float]
 
 
 class TokenLearner(PlayingLearner[EpisodeMethod]):
@@ -69,20 +58,8 @@ class TokenLearner(PlayingLearner[EpisodeMethod]):
         self._trust_sampled = set(sampling) == {"tokens_torch"} and groups.max_staleness == 0
         self._last: dict[str, list[AgentEpisode]] = {}
 
-    def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:
-        """See `PolicyLearner.prepare`: returns the tokens of all domains, with each domain's credit."""
-        parts: dict[str, PreparedTurns] = {}
-        for name, method in self.methods.items():
-            if own := of_domain(name, gathered):
-                parts[name] = prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled)
-        return joined(parts)
-
-    def update(self, prepared: PreparedTurns, *, iteration: int, progress: float) -> dict[str, float]:
-        num_turns, tokens = max(prepared.num_turns, 1), prepared.tokens
-        if iteration < self.config.algorithm.critic_warmup:
-            tokens = replace(tokens, advantage=torch.zeros_like(tokens.advantage))
-        minibatch_rows = round(self.config.algorithm.minibatch_size * tokens.num_rows / num_turns)
-        return {**self.learn(tokens, minibatch_rows, iteration, progress, num_turns), **prepared.metrics}
+    def valued(self, method: EpisodeMethod, experience: Sequence[EpisodeGroup]) -> Prepared:
+        return prepare_turns(method, self.learner, experience, trust_sampled=self._trust_sampled)
 
     @property
     def wants_start(self) -> bool:
@@ -137,7 +114,7 @@ class TokenLearner(PlayingLearner[EpisodeMethod]):
             start.load_state_dict(state["warm_starts"][name] if name else state["warm_start"])
 
 
-def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:
+def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> Prepared:
     """Credit of the turns of groups, and the turns' tokens.
 
     Args:
@@ -175,7 +152,7 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
     sampled = {"behaviour_log_prob": learned.behaviour_log_prob, "mask": learned.mask, "chunk_id": learned.chunk_id}
     advantage, figures = algorithm.corrected(learned.advantage, present, **sampled)
     learned = replace(learned, advantage=advantage, present=present, reference=reference)
-    return PreparedTurns(learned, int(credit.mask.sum()), {**credit.metrics, **figures})
+    return Prepared(learned, int(credit.mask.sum()), {**credit.metrics, **figures})
 
 
 def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
@@ -235,12 +212,3 @@ def of_turns(values: Tensor, rows: Sequence[TokenRow], owner: Sequence[int], sha
         sampled = torch.from_numpy(np.flatnonzero(row.mask))
         total[episode].index_add_(0, torch.from_numpy(row.turn)[sampled], values[number, sampled])
     return total
-
-
-def joined(parts: Mapping[str, PreparedTurns]) -> PreparedTurns:
-    """Concatenate the domains' rows, padded to the widest."""
-    found = list(parts.values())
-    if len(found) == 1:
-        return found[0]
-    metrics = of_domains({name: (part.num_turns, part.metrics) for name, part in parts.items()})
-    return PreparedTurns(TokenBatch.joined([part.tokens for part in found]), sum(part.num_turns for part in found), metrics)

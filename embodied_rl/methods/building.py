@@ -414,11 +414,24 @@ def build_run(
         generator = StreamGenerators(streams, speaking, playing) if streams[0].domain else streams[0].generator
         assert generator is not None, "all streams play here"
     divided = max(policies, key=lambda name: (name in speaking, sum(part.numel() for part in policies[name].parameters())))
+    learners: dict[str, PolicyLearner] = {}
     stored: dict[str, StoredLearner[Any]] = {}
-    learners = {
-        name: _learner(config, streams, policy, speaking.get(name), stored, name, run_dir, generator, ranks, divided=divided)
-        for name, policy in policies.items()
-    }
+    for name, policy in policies.items():
+        own = [stream for stream in streams if stream.is_own and stream.policy == name]
+        # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
+        of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
+        if name != divided:
+            of_update = dataclasses.replace(of_update, hybrid=dataclasses.replace(of_update.hybrid, sharding=None))
+        if name in speaking:
+            if ranks is not None and name == divided:
+                ranks.take_model(model_files(speaking[name]))
+            learners[name] = _token_learner(of_update, streams, speaking[name], name, generator, ranks)
+        elif not of_update.algorithm.on_policy:
+            keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
+            learners[name] = stored[name] = keep(of_update, own, policy, run_dir, ranks)
+        else:
+            learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
+            learners[name] = learn(of_update, {stream.domain: stream.config for stream in own}, policy, ranks)
     of = {stream.domain: stream.policy for stream in streams}
     trained = RunPolicies(policies, speaking, of) if streams[0].domain else policies[""]
     method = kind(config, streams, learners, stored, run_dir, queue, divided=divided)
@@ -450,38 +463,13 @@ class StreamGenerators(Generator):
         self._playing.close()
 
 
-def _learner(
-    config: TrainConfig,
-    streams: Sequence[Stream],
-    policy: Any,
-    language: LanguagePolicy | None,
-    stored: dict[str, StoredLearner[Any]],
-    name: str,
-    run_dir: Path,
-    generator: Generator | None,
-    ranks: RankHost | None,
-    *,
-    divided: str,
-) -> PolicyLearner:
-    """The learner of the policy `name`, which is `language` or another; ranks train the policy `divided`. Adds it to `stored` if it learns
-    from stored steps."""
+def _token_learner(
+    config: TrainConfig, streams: Sequence[Stream], policy: LanguagePolicy, name: str, generator: Generator | None, ranks: RankHost | None
+) -> TokenLearner:
+    """The learner of the language policy `name`, with its warm starts if this process publishes (`generator`)."""
     own = [stream for stream in streams if stream.is_own and stream.policy == name]
-    configs = {stream.domain: stream.config for stream in own}
-    # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
-    of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
-    if name != divided:
-        of_update = dataclasses.replace(of_update, hybrid=dataclasses.replace(of_update.hybrid, sharding=None))
-    if language is None:
-        if of_update.algorithm.on_policy:
-            learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
-            return learn(of_update, configs, policy, ranks)
-        keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
-        stored[name] = keep(of_update, own, policy, run_dir, ranks)
-        return stored[name]
     sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
-    if ranks is not None and name == divided:
-        ranks.take_model(model_files(language))
-    learner = TokenLearner(of_update, configs, language, sampling, ranks)
+    learner = TokenLearner(config, {stream.domain: stream.config for stream in own}, policy, sampling, ranks)
     if generator is not None:
         learner.generator = generator
         wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]

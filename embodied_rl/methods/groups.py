@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -14,18 +14,9 @@ from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import EpisodeRows
-from embodied_rl.methods.learners import PlayingLearner, of_domains, together
+from embodied_rl.methods.learners import PlayingLearner, Prepared, together
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
-from embodied_rl.rollout.domains import PLAYER_SIGN
 from embodied_rl.types import EpisodeGroup
-
-Prepared = tuple[EpisodeRows, Credit]
-"""Episodes as rows of the learner, and their credit."""
-
-
-def of_domain(name: str, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
-    """The groups of a domain; a run's only domain has no name."""
-    return [group for group in groups if not name or group.domain.partition(PLAYER_SIGN)[0] == name]
 
 
 class EpisodeLearner(PlayingLearner[EpisodeMethod]):
@@ -39,28 +30,24 @@ class EpisodeLearner(PlayingLearner[EpisodeMethod]):
         self._objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
         super().__init__(config, configs, policy, EpisodeMethod, self._objective, ranks)
 
-    def gather(self, groups: Sequence[EpisodeGroup]) -> dict[str, EpisodeBatch]:
-        """{domain: its episodes}"""
-        own = {name: of_domain(name, groups) for name in self.methods}
-        return {name: EpisodeBatch.of(found, lambda seen: prepare_observation(self.policy, seen)) for name, found in own.items() if found}
+    def gather(self, played: dict[str, list[EpisodeGroup]]) -> dict[str, EpisodeBatch]:
+        return {name: EpisodeBatch.of(own, lambda seen: prepare_observation(self.policy, seen)) for name, own in played.items()}
 
     def observation(self, gathered: dict[str, EpisodeBatch]) -> TensorObservation:
         return together([batch.observation for batch in gathered.values()]) if self.moves_statistics else {}
 
-    def prepare(self, gathered: dict[str, EpisodeBatch]) -> dict[str, Prepared]:
-        return {name: prepare_episodes(self.methods[name], self.learner, self._objective, batch) for name, batch in gathered.items()}
+    def valued(self, method: EpisodeMethod, experience: EpisodeBatch) -> Prepared:
+        rows, credit = prepare_episodes(method, self.learner, self._objective, experience)
+        return Prepared(rows, int(credit.mask.sum()), credit.metrics)
 
-    def update(self, prepared: dict[str, Prepared], *, iteration: int, progress: float) -> dict[str, float]:
-        rows = EpisodeRows.joined([own for own, _ in prepared.values()])
-        if iteration < self.config.algorithm.critic_warmup:
-            rows = replace(rows, inputs={**rows.inputs, "advantage": torch.zeros_like(rows.inputs["advantage"])})
-        episodes = rows.episodes_of(self.config.algorithm.minibatch_size)
-        stats = self.learn(rows, episodes, iteration, progress, int(rows.inputs["decisions"].sum()))
-        return {**stats, **of_domains({name: (int(credit.mask.sum()), credit.metrics) for name, (_, credit) in prepared.items()})}
+    def minibatch_rows(self, rows: EpisodeRows, num_decisions: int) -> int:
+        return rows.episodes_of(self.config.algorithm.minibatch_size)
 
 
-def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> Prepared:
-    """Credit of every step, from the learner's policy before the update; `objective`: the learner's."""
+def prepare_episodes(
+    algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch
+) -> tuple[EpisodeRows, Credit]:
+    """Episodes as rows, and the credit of every step, from the learner's policy before the update; `objective`: the learner's."""
     ready, action = batch.observation, batch.action
     present = learner.log_probs(ready, action) if learner.needs_present else None
     reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None

@@ -118,10 +118,12 @@ class StreamsMethod(Method):
             steps = sum(number * self._reading[name].num_rounds for name, number in found.items())
         seen: dict[str, Tensor] = {}
         for name, learner in self.learners.items():
-            own = [stream for stream in self.streams if stream.policy == name]
-            names = {stream.name for stream in own}
-            of_rollouts = {stream.domain: rollouts[stream.domain] for stream in own if stream.domain in rollouts}
-            if played := [group for group in groups if group.domain in names] or of_rollouts:
+            played: dict[str, Any] = {}
+            for domain in dict.fromkeys(stream.domain for stream in self.streams if stream.policy == name):
+                names = {stream.name for stream in self.streams if stream.domain == domain}
+                if own := rollouts.get(domain) or [group for group in groups if group.domain in names]:
+                    played[domain] = own
+            if played:
                 found[name] = learner.gather(played)
                 seen |= prefixed(name, learner.observation(found[name]))
         return Experience(steps, finished, seen, found)

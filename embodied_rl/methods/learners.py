@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.batch import Rows
-from embodied_rl.algorithms.step_rewards import KlTerm, StepRewards
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import AlgorithmConfig, TrainConfig
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Objective
@@ -30,8 +31,8 @@ class PolicyLearner:
     finished: bool = False
     """Whether there is nothing more to learn."""
 
-    def gather(self, played: Any) -> Any:
-        """Turn its policy's experience into the input of `prepare`; by default unchanged."""
+    def gather(self, played: dict[str, Any]) -> dict[str, Any]:
+        """Turn {domain: a rollout, or groups} into the input of `prepare`; by default unchanged."""
         return played
 
     def observation(self, gathered: Any) -> TensorObservation:
@@ -82,6 +83,16 @@ Valued = TypeVar("Valued", bound=StepRewards)
 """Values a domain's experience."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A domain's experience with its credit."""
+
+    rows: Rows
+    num_decisions: int
+    """Number of decisions that are learned from: the turns of a language agent."""
+    metrics: dict[str, float]
+
+
 class PlayingLearner(PolicyLearner, Generic[Valued]):
     """A policy that learns from what each iteration plays: each domain's experience is valued by its own configuration, and one update
     learns from all of it."""
@@ -109,16 +120,31 @@ class PlayingLearner(PolicyLearner, Generic[Valued]):
         self.moves_statistics = all(own.algorithm.moves_statistics for own in configs.values())
         self.learner = make_learner(objective, policy, config.algorithm, config.hybrid, ranks=ranks)
 
-    @property
-    def kl(self) -> KlTerm:
-        """KL term of the update: the first domain's, because all have the same."""
-        return next(iter(self.methods.values())).kl
+    def valued(self, method: Valued, experience: Any) -> Prepared:
+        """Give a domain's part of what `gather` returned its credit; `method`: the domain's."""
+        raise NotImplementedError
 
-    def learn(self, rows: Rows, minibatch_rows: int, iteration: int, progress: float, num_samples: int) -> dict[str, float]:
-        """Run the update on these rows; return its metrics. `num_samples`: number of decisions that the KL term was measured on."""
-        given = {"progress": progress, "kl_coef": self.kl.coefficient}
-        stats = self.learner.update(rows, minibatch_rows=minibatch_rows, seed=[self.config.seed, iteration], **given)
-        return {**stats, **self.kl.measured(stats, num_samples)}
+    def prepare(self, gathered: Mapping[str, Any]) -> dict[str, Prepared]:
+        return {name: self.valued(self.methods[name], own) for name, own in gathered.items()}
+
+    def minibatch_rows(self, rows: Any, num_decisions: int) -> int:
+        """Number of rows that together have about `algorithm.minibatch_size` of the decisions."""
+        return round(self.config.algorithm.minibatch_size * rows.num_rows / max(num_decisions, 1))
+
+    def update(self, prepared: Mapping[str, Prepared], *, iteration: int, progress: float) -> dict[str, float]:
+        parts, kl = list(prepared.values()), next(iter(self.methods.values())).kl  # all domains have the same KL term
+        rows, num_decisions = type(parts[0].rows).joined([part.rows for part in parts]), sum(part.num_decisions for part in parts)
+        if iteration < self.config.algorithm.critic_warmup:  # without advantages the policy's loss has no gradient
+            rows = rows.without_advantages()
+        stats = self.learner.update(
+            rows,
+            minibatch_rows=self.minibatch_rows(rows, num_decisions),
+            progress=progress,
+            seed=[self.config.seed, iteration],
+            kl_coef=kl.coefficient,
+        )
+        stats |= kl.measured(stats, num_decisions)
+        return {**stats, **of_domains({name: (part.num_decisions, part.metrics) for name, part in prepared.items()})}
 
     def begin(self, version: int) -> None:
         """See `PolicyLearner.begin`: keeps the weights after any cloning as the KL term's reference."""

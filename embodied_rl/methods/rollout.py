@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 
-from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected, flat_rows
 from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import TrainConfig
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.learners import PlayingLearner, of_domains, seen_in
+from embodied_rl.methods.learners import PlayingLearner, Prepared, seen_in
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.types import Rollout
 
@@ -28,42 +26,29 @@ class RolloutLearner(PlayingLearner[PPO]):
         """See `PlayingLearner`."""
         self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
         super().__init__(config, configs, policy, PPO, self._objective, ranks)
-        self._figures: dict[str, float] = {}
-        """Metrics of the last `prepare`: importance weights, and the KL term of the rewards."""
 
     def observation(self, gathered: dict[str, Rollout]) -> TensorObservation:
         return seen_in(gathered.values()) if self.moves_statistics else {}
 
-    def prepare(self, gathered: dict[str, Rollout]) -> Batch:
-        found = {name: self._prepared(self.methods[name], rollout) for name, rollout in gathered.items()}
-        self._figures = of_domains({name: (batch.num_rows, figures) for name, (batch, figures) in found.items()})
-        return Batch.joined([batch for batch, _ in found.values()])
-
-    def _prepared(self, algorithm: PPO, rollout: Rollout) -> tuple[Batch, dict[str, float]]:
-        """A domain's batch, and metrics of importance weights and of the KL term of its rewards."""
-        learner, policy, kl = self.learner, self.policy, algorithm.kl
+    def valued(self, method: PPO, experience: Rollout) -> Prepared:
+        """See `PlayingLearner.valued`; metrics are those of importance weights and of the KL term of the rewards."""
+        learner, policy, kl, rollout = self.learner, self.policy, method.kl, experience
         values = rollout_values(learner, policy, rollout)
         seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in policy.observation_keys}
         ready, action = prepare_observation(policy, seen), flat_rows(rollout.action)
-        present = learner.log_probs(ready, action) if algorithm.config.correction.enabled or kl.in_reward else None
+        present = learner.log_probs(ready, action) if method.config.correction.enabled or kl.in_reward else None
         reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None
         steps = self._objective.steps(action.device)
         of_units = kl.divergence(present, reference)
         of_steps = None if of_units is None else at_level(of_units, "action", None, steps)
-        rollout, figures = algorithm.shaped(rollout, of_steps)
-        batch = algorithm.prepare(rollout, values, ready, action_dim=max(policy.spec.action.dim, 1))
+        rollout, figures = method.shaped(rollout, of_steps)
+        batch = method.prepare(rollout, values, ready, action_dim=max(policy.spec.action.dim, 1))
         if kl.in_loss:
             batch = batch.replaced(reference_log_prob=reference)
-        if algorithm.config.correction.enabled and present is not None:
-            batch, weighed = corrected(batch, present, algorithm.config.correction, level=algorithm.config.ratio, steps=steps)
+        if method.config.correction.enabled and present is not None:
+            batch, weighed = corrected(batch, present, method.config.correction, level=method.config.ratio, steps=steps)
             figures |= weighed
-        return batch, figures
-
-    def update(self, prepared: Batch, *, iteration: int, progress: float) -> dict[str, float]:
-        if iteration < self.config.algorithm.critic_warmup:  # without advantages the policy's loss has no gradient
-            prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
-        stats = self.learn(prepared, self.config.algorithm.minibatch_size, iteration, progress, prepared.num_rows)
-        return {**stats, **self._figures}
+        return Prepared(batch, batch.num_rows, figures)
 
     def begin(self, version: int) -> None:
         super().begin(version)

@@ -121,14 +121,14 @@ def test_a_divergence_in_the_reward_is_the_sum_of_the_tokens_estimates(tmp_path:
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     group = make_group(0, [episode(0, 1, seed=5), episode(1, seed=5)])
     found = prepare_turns(algorithm, learner, [group], trust_sampled=False)
-    sequences = found.tokens.sequences
+    sequences = found.rows.sequences
     with torch.no_grad():
         d = (policy.evaluate(sequences).log_prob - policy.reference_log_prob(sequences))[:, 4:].double()
     assert (d.sum(1).abs() > 0.01).all(), "there is something to estimate"
     # Rows 0 and 1 are the turns of one episode, row 2 the other: what follows a turn's own divergence is taken from its return too.
     penalty = 0.1 * (torch.exp(-d) - 1 + d).sum(1)
     expected = [1 - penalty[0] - penalty[1], 1 - penalty[1], 1 - penalty[2]]
-    np.testing.assert_allclose(found.tokens.advantage[:, 4], expected, rtol=1e-5)
+    np.testing.assert_allclose(found.rows.advantage[:, 4], expected, rtol=1e-5)
     assert found.metrics["kl"] == pytest.approx(float(penalty.mean()) / 0.1, rel=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_pat
     assert policy.value_head is not None
     conversation = make_episode([make_turn("a", [4, 5], [6, 7], 0.0), make_turn("b", [4, 5, 6, 7, 8], [9, 2], 1.0)], seed=5)
     group = make_group(0, [conversation, episode(0.25, seed=5)])
-    tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=True).tokens
+    tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=True).rows
     assert tokens.returns is not None
     assert tokens.value is not None
     assert tokens.valued is not None
@@ -176,7 +176,7 @@ def test_a_conversation_that_was_cut_off_is_followed_by_the_value_of_its_next_pr
     whole, prompt = episode(0.25, seed=5), np.array([4, 5, 6, 7, 8, 9, 3, 2, 5], np.int64)
     cut = replace(whole, terminated=False, truncated=True)
     group = make_group(0, [cut, replace(cut, next_prompt=(prompt, ())), whole])
-    tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=False).tokens
+    tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=False).rows
     with torch.no_grad():
         hidden = policy.model(torch.from_numpy(prompt)[None], output_hidden_states=True).hidden_states[-1][0, -1]
         after = float(policy.value_head(hidden))
@@ -196,7 +196,7 @@ def test_values_and_present_log_probs_come_of_one_forward(tmp_path: Path) -> Non
     learner.keep_reference()
     policy.model.register_forward_pre_hook(lambda *_: forwards.append(None))
     group = make_group(0, [episode(1.0, seed=5), episode(0.25, seed=5)])
-    present = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=False).tokens.present
+    present = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=False).rows.present
     assert len(forwards) == 1
     sequences = [TokenSequence(row.token_ids, row.mask) for row in token_rows(agent_episodes([group]))[0]]
     torch.testing.assert_close(present, learner.token_log_probs(sequences))

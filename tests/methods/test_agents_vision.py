@@ -70,7 +70,7 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
         method.restart(0)
         experience = method.collect(0)
         prepared = method.prepare(experience)
-        episodes = [episode for group in experience.data[""] for episode in group.episodes]
+        episodes = [episode for group in experience.data[""][""] for episode in group.episodes]
         vision = trainer.policy.vision
         lake = frozenlake.make(1, picture_size=32)
         out = StepBuffers.allocate(lake.spec, 1)
@@ -87,7 +87,7 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
                 if number + 1 < len(episode.turns):
                     lake.step([0], [turn.parsed.text], out)
                     boards.append(out.observation["rgb"][0])
-        rows = prepared[""].tokens.sequences
+        rows = prepared[""][""].rows.sequences
         assert len(rows) == (len(episodes) if strategy == "full" else sum(len(episode.turns) for episode in episodes))
         # The generator's log-probabilities are those of teacher forcing, over joined turns and beside rows of other lengths.
         with torch.no_grad():
@@ -95,7 +95,7 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
             for number, row in enumerate(rows):
                 sampled = np.flatnonzero(row.mask)
                 np.testing.assert_allclose(
-                    together[number, sampled], prepared[""].tokens.behaviour_log_prob[number, sampled].numpy(), atol=1e-4
+                    together[number, sampled], prepared[""][""].rows.behaviour_log_prob[number, sampled].numpy(), atol=1e-4
                 )
                 alone = trainer.policy.evaluate([row]).log_prob[0].numpy()
                 np.testing.assert_allclose(together[number, sampled], alone[sampled], atol=1e-5)

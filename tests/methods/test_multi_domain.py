@@ -25,7 +25,8 @@ from embodied_rl.config import GroupsConfig
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.generation.tokens import Failure
-from embodied_rl.methods.agents import PreparedTurns, joined, token_batch, token_rows, turn_batch
+from embodied_rl.learning.rows import TokenBatch
+from embodied_rl.methods.agents import token_batch, token_rows, turn_batch
 from embodied_rl.rollout.agent_collector import ServerHealth
 from embodied_rl.rollout.domains import DomainMixture, queue_weights
 from embodied_rl.rollout.groups import GroupQueue
@@ -86,23 +87,21 @@ def test_players_take_their_share_of_each_domain_that_they_play() -> None:
 def test_rows_of_several_domains_are_one_batch() -> None:
     one = make_group(0, [make_episode([make_turn("a", [3], [4, 5], 1.0)]), make_episode([make_turn("a", [3], [6], 0.0)])])
     other = make_group(1, [make_episode([make_turn("b", [3, 3, 3], [7, 8, 9], 1.0)])])
-    parts = {}
-    for name, group, advantage, kl in (("one", one, 2.0, 0.25), ("other", other, -1.0, 1.0)):
+    parts = []
+    for group, advantage in ((one, 2.0), (other, -1.0)):
         turns = turn_batch([group])
         rows, owner = token_rows([episode for episode in group.episodes if isinstance(episode, AgentEpisode)])
         credit = Credit(torch.full(turns.shape, advantage), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
         tokens = token_batch(rows, owner, credit)
         tokens = replace(tokens, present=tokens.behaviour_log_prob * 2)
-        parts[name] = PreparedTurns(tokens, int(turns.mask.sum()), {"kl": kl})
-    whole = joined(parts)
-    assert whole.num_turns == 3
-    assert whole.metrics == {"kl": 0.5, "one/kl": 0.25, "other/kl": 1.0}, "two turns and one"
-    assert whole.tokens.advantage.tolist() == [[0, 2, 2, 0, 0, 0], [0, 2, 0, 0, 0, 0], [0, 0, 0, -1, -1, -1]]
-    assert whole.tokens.mask.sum() == 6
-    assert whole.tokens.present is not None
-    assert whole.tokens.present.tolist() == (2 * whole.tokens.behaviour_log_prob).tolist()
-    assert whole.tokens.reference is None
-    assert [sequence.token_ids.tolist() for sequence in whole.tokens.sequences] == [[3, 4, 5], [3, 6], [3, 3, 3, 7, 8, 9]]
+        parts.append(tokens)
+    whole = TokenBatch.joined(parts)
+    assert whole.advantage.tolist() == [[0, 2, 2, 0, 0, 0], [0, 2, 0, 0, 0, 0], [0, 0, 0, -1, -1, -1]]
+    assert whole.mask.sum() == 6
+    assert whole.present is not None
+    assert whole.present.tolist() == (2 * whole.behaviour_log_prob).tolist()
+    assert whole.reference is None
+    assert [sequence.token_ids.tolist() for sequence in whole.sequences] == [[3, 4, 5], [3, 6], [3, 3, 3, 7, 8, 9]]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ def test_the_same_policy_on_two_players_and_chance_as_a_third(tmp_path: Path) ->
         trainer.method.restart(0)
         with trainer.engine.generation():
             experience = trainer.method.collect(0)
-        played = Counter(group.domain for group in experience.data["language"])
+        played = Counter(group.domain for own in experience.data["language"].values() for group in own)
         metrics = trainer.method.metrics()
         stats = trainer.method.update(trainer.method.prepare(experience), iteration=0, steps=0)
     assert set(played) <= {"lake", "sums", "lake@cool", "sums@cool"}, "chance is not learned from"

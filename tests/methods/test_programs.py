@@ -102,22 +102,22 @@ def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: Callable[
         method.update(prepared, iteration=0, steps=0)
         changed = [name for name, tensor in trainer.policy.named_weights() if not bool((tensor == before[name]).all())]
     sessions = {played.outcome.session: played.outcome for played in seen.values() if isinstance(played.outcome, CapturedSession)}
-    episodes = [episode for group in experience.data[""] for episode in group.episodes]
+    episodes = [episode for group in experience.data[""][""] for episode in group.episodes]
     assert len(episodes) == 4
     rows = [row for episode in episodes for row in sessions[episode.metadata["session"]].trajectories()]
-    assert [sequence.token_ids.tolist() for sequence in prepared[""].tokens.sequences] == [row.token_ids.tolist() for row in rows]
+    assert [sequence.token_ids.tolist() for sequence in prepared[""][""].rows.sequences] == [row.token_ids.tolist() for row in rows]
     for number, row in enumerate(rows):
         width = len(row.mask)
-        assert prepared[""].tokens.mask[number, :width].tolist() == row.mask.tolist()
-        np.testing.assert_array_equal(prepared[""].tokens.behaviour_log_prob[number, :width].numpy(), row.log_prob)
+        assert prepared[""][""].rows.mask[number, :width].tolist() == row.mask.tolist()
+        np.testing.assert_array_equal(prepared[""][""].rows.behaviour_log_prob[number, :width].numpy(), row.log_prob)
     # The proxy's numbers are those of the policy that is trained, by teacher forcing over the joined turns.
     with Trainer(config, tmp_path / "again", command="test") as fresh:
-        evaluated = fresh.policy.evaluate(prepared[""].tokens.sequences)
+        evaluated = fresh.policy.evaluate(prepared[""][""].rows.sequences)
     for number, row in enumerate(rows):
         np.testing.assert_allclose(
             evaluated.log_prob[number].detach().numpy()[: len(row.mask)][row.mask], row.log_prob[row.mask], atol=1e-4
         )
-    rewarded = [{episode.episode_return for episode in group.episodes} for group in experience.data[""]]
+    rewarded = [{episode.episode_return for episode in group.episodes} for group in experience.data[""][""]]
     assert set().union(*rewarded) <= {0.0, 1.0}
     assert changed or all(len(of_group) == 1 for of_group in rewarded), "rewards differed within a group, and nothing was learned"
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from embodied_rl.algorithms.batch import Batch
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.commands.evaluate import main as evaluate
@@ -103,7 +104,7 @@ def test_each_domain_s_steps_are_valued_in_its_way_and_one_update_learns_from_al
         assert experience.observation["shared/state"].shape == (120, 4)
         assert experience.observation["arm/state"].shape == (40, 3)
         figures = trainer.method.metrics()
-    batch = prepared["shared"]
+    batch = Batch.joined([prepared["shared"][name].rows for name in ("near", "far")])
     near, far = slice(0, 40), slice(40, 120)
     assert batch.num_rows == 120
     for part, name in ((near, "near"), (far, "far")):

@@ -53,10 +53,9 @@ TWO_POLES = [
 
 def groups_of(experience: Experience[dict[str, Any]]) -> list[EpisodeGroup]:
     """Those that an update learns from, ascending by number: a language policy's as they are, a robot's in each domain's batch."""
-    parts = [
-        own if isinstance(own, list) else [group for batch in own.values() for group in batch.groups] for own in experience.data.values()
-    ]
-    return sorted((group for part in parts for group in part), key=lambda group: group.number)
+    of_domains = [own for gathered in experience.data.values() for own in gathered.values()]
+    groups = [group for own in of_domains for group in (own if isinstance(own, list) else own.groups)]
+    return sorted(groups, key=lambda group: group.number)
 
 
 def configured(run_dir: Path, *overrides: str) -> TrainConfig:
