@@ -85,11 +85,11 @@ def memory_floor(given: dict[str, np.ndarray]) -> None:
     np.count_nonzero(given["truncated"])
 
 
-def threaded(arrays: dict[str, np.ndarray], num_threads: int) -> Any:
+def threaded(tensors: dict[str, Tensor], num_threads: int) -> Any:
     """Ours with so many threads."""
     torch.set_num_threads(num_threads)
     try:
-        return gae(**arrays, gamma=GAMMA, gae_lambda=LAMBDA)
+        return gae(**tensors, gamma=GAMMA, gae_lambda=LAMBDA)
     finally:
         torch.set_num_threads(1)
 
@@ -97,8 +97,8 @@ def threaded(arrays: dict[str, np.ndarray], num_threads: int) -> Any:
 def sides_of(arrays: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     sides: dict[str, Callable[[], Any]] = {
-        "ours, numba": lambda: gae(**arrays, gamma=GAMMA, gae_lambda=LAMBDA),
-        "ours, numba, a thread per core": lambda: threaded(arrays, available_cores()),
+        "ours, numba": lambda: gae(**tensors, gamma=GAMMA, gae_lambda=LAMBDA),
+        "ours, numba, a thread per core": lambda: threaded(tensors, available_cores()),
         "torch loop": lambda: torch_loop(tensors),
         "numpy loop": lambda: numpy_loop(arrays),
         "memory floor": lambda: memory_floor(arrays),

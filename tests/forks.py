@@ -345,11 +345,13 @@ def _become(received: list[int], descriptors: Sequence[int], environment: Mappin
 
 def _use_once() -> None:
     """What takes its time at first use and then stays: Hydra's grammar and plugins, and compiled recursions as a run calls them."""
+    import torch
+
     from embodied_rl.algorithms.advantages import gae
     from embodied_rl.config.compose import check_overrides
 
     check_overrides(["experiment=cartpole", "seed=1"])
-    step, flag = np.zeros((2, 1), np.float32), np.zeros((2, 1), bool)
+    step, flag = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bool)
     ends = {"terminated": flag, "truncated": flag, "last_value": step[0], "final_value": step[0, :0]}
     gae(reward=step, value=step, **ends, gamma=0.9, gae_lambda=0.9)
 

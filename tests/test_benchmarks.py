@@ -273,12 +273,12 @@ def test_eager_advantages_equal_ours() -> None:
     last = rng.normal(size=slots).astype(np.float32)
     result, returns = advantages(storage, torch.from_numpy(last), torch.from_numpy(ended[-1]).float(), 0.9, 0.8)
     expected = gae(
-        reward=storage.reward.numpy(),
-        value=storage.value.numpy(),
-        last_value=last,
-        terminated=ended,
-        truncated=np.zeros_like(ended),
-        final_value=np.empty(0, np.float32),
+        reward=storage.reward,
+        value=storage.value,
+        last_value=torch.from_numpy(last),
+        terminated=torch.from_numpy(ended),
+        truncated=torch.zeros(ended.shape, dtype=torch.bool),
+        final_value=torch.empty(0),
         gamma=0.9,
         gae_lambda=0.8,
     )

@@ -1,7 +1,7 @@
-"""Credit assignment over time: generalised advantage estimation, discounted returns, whitening. Pure functions.
+"""Credit assignment over time: generalised advantage estimation, discounted returns, whitening. Pure functions of torch tensors.
 
-All functions take numpy arrays or torch tensors, and return the same kind, on the same device. They compute in numpy, on the host, and the
-recursions are compiled (`kernels`). Sums are float64 inside. Advantages are constants to the learner: nothing here is differentiated.
+They compute in numpy, on the host, and the recursions are compiled (`kernels`); results are on the device of the arguments. Sums are
+float64 inside. Advantages are constants to the learner: nothing here is differentiated.
 
 `grouped` has credit by comparing episodes with each other and by chunks of tokens, `anchors` credit by comparing equal states.
 """
@@ -12,34 +12,21 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# ---- arrays of numpy or torch -----------------------------------------------------------------------------------------
 
-
-Array = TypeVar("Array", np.ndarray, Tensor)
-"""A numpy array or a torch tensor: all arguments of a call are of one kind, and so are the results."""
-
-_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64), torch.float32, torch.float64})
-_FLAGS = frozenset({np.dtype(np.bool_), torch.bool})
-
-
-def check_types(numbers: Iterable[Any], flags: Iterable[Any]) -> None:
-    """Raise ValueError if kinds are mixed, a number is not float32 or float64, or a flag is not bool."""
-    numbers, flags = tuple(numbers), tuple(flags)
-    kinds = {isinstance(array, Tensor) for array in (*numbers, *flags)}
-    if len(kinds) > 1:
-        raise ValueError("All arguments must be numpy arrays, or all torch tensors; got both.")
-    for array in numbers:
-        if array.dtype not in _FLOATS:
-            raise ValueError(f"Rewards and values must be float32 or float64, got {array.dtype}. Convert them first.")
-    for array in flags:
-        if array.dtype not in _FLAGS:
-            raise ValueError(f"terminated, truncated, executed and mask must be bool, got {array.dtype}. Convert them first.")
+def check_types(numbers: Iterable[Tensor], flags: Iterable[Tensor]) -> None:
+    """Raise ValueError if a number is not float32 or float64, or a flag is not bool."""
+    for tensor in numbers:
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Rewards and values must be float32 or float64, got {tensor.dtype}. Convert them first.")
+    for tensor in flags:
+        if tensor.dtype != torch.bool:
+            raise ValueError(f"terminated, truncated, executed and mask must be bool, got {tensor.dtype}. Convert them first.")
 
 
 def check_final_value(shape: tuple[int, ...], num_cut: int) -> None:
@@ -48,15 +35,15 @@ def check_final_value(shape: tuple[int, ...], num_cut: int) -> None:
         raise ValueError(f"final_value must hold one value for each of the {num_cut} truncated steps, got shape {shape}.")
 
 
-def as_numpy(array: np.ndarray | Tensor) -> np.ndarray:
+def as_numpy(tensor: Tensor) -> np.ndarray:
     """The same numbers, contiguous; shared if possible."""
     # One memory layout, because numba recompiles the kernel for each.
-    return np.ascontiguousarray(array.detach().cpu().numpy() if isinstance(array, Tensor) else array)
+    return np.ascontiguousarray(tensor.detach().cpu().numpy())
 
 
-def alike(result: np.ndarray, given: Array) -> Array:
-    """Convert `result` to the kind of `given`, on its device."""
-    return torch.from_numpy(np.asarray(result)).to(given.device) if isinstance(given, Tensor) else result
+def alike(result: np.ndarray, given: Tensor) -> Tensor:
+    """Convert `result` to a tensor on the device of `given`."""
+    return torch.from_numpy(result).to(given.device)
 
 
 WHITEN_EPS = 1e-8
@@ -68,17 +55,17 @@ _THREADS_FROM = 2**20
 
 def gae(
     *,
-    reward: Array,
-    value: Array,
-    last_value: Array,
-    terminated: Array,
-    truncated: Array,
-    final_value: Array,
+    reward: Tensor,
+    value: Tensor,
+    last_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    final_value: Tensor,
     gamma: float,
     gae_lambda: float,
-    mask: Array | None = None,
-    discount: Array | None = None,
-) -> tuple[Array, Array]:
+    mask: Tensor | None = None,
+    discount: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), time-major.
 
     delta_t = r_t + gamma V_(t+1) (1 - terminated_t) - V_t and A_t = delta_t + gamma lambda (1 - done_t) A_(t+1). A step
@@ -134,16 +121,16 @@ def _over_slots(kernel: Callable[..., None], given: tuple[Any, ...], shape: tupl
 
 def chunk_gae(
     *,
-    reward: Array,
-    executed: Array,
-    value: Array,
-    last_value: Array,
-    terminated: Array,
-    truncated: Array,
-    final_value: Array,
+    reward: Tensor,
+    executed: Tensor,
+    value: Tensor,
+    last_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    final_value: Tensor,
     gamma: float,
     gae_lambda: float,
-) -> tuple[Array, Array]:
+) -> tuple[Tensor, Tensor]:
     """GAE for decisions that are chunks of up to K steps; values are at the chunks' boundaries.
 
     With K' executed steps: R_t = sum_(k < K') gamma^k r_(t,k), delta_t = R_t + gamma^K' V_(t+1) - V_t and
@@ -164,7 +151,6 @@ def chunk_gae(
     Raises ValueError as `gae` does.
     """
     _check_chunks(reward, executed, terminated)
-    counted: Any = executed.any(-1)
     chunk_reward, discount = sum_chunks(reward=reward, executed=executed, gamma=gamma)
     return gae(
         reward=chunk_reward,
@@ -175,12 +161,12 @@ def chunk_gae(
         final_value=final_value,
         gamma=gamma,
         gae_lambda=gae_lambda,
-        mask=counted,
+        mask=executed.any(-1),
         discount=discount,
     )
 
 
-def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, Array]:
+def sum_chunks(*, reward: Tensor, executed: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Discounted sums over the executed steps of chunks.
 
     Args:
@@ -199,16 +185,16 @@ def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, 
 
 def action_gae(
     *,
-    reward: Array,
-    executed: Array,
-    value: Array,
-    last_value: Array,
-    terminated: Array,
-    truncated: Array,
-    final_value: Array,
+    reward: Tensor,
+    executed: Tensor,
+    value: Tensor,
+    last_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    final_value: Tensor,
     gamma: float,
     gae_lambda: float,
-) -> tuple[Array, Array]:
+) -> tuple[Tensor, Tensor]:
     """GAE step by step through chunks of K actions, for a critic with one value per action (RLinf-VLA's action-level value).
 
     The executed steps of a slot's chunks follow one another as steps do in `gae`; an episode ends at the last executed step of a
@@ -230,40 +216,38 @@ def action_gae(
         raise ValueError(
             f"value must be [T, N, K] as reward is, {tuple(reward.shape)}, got {tuple(value.shape)}. Use chunk_gae for [T, N]."
         )
-    taken, ended, cut = as_numpy(executed), as_numpy(terminated), as_numpy(truncated)
-    rank = taken.cumsum(-1, dtype=np.int64)
-    last = taken & (rank == rank[..., -1:])
-    own = cut & ~ended
-    check_final_value(tuple(final_value.shape), int(own.sum()))
-    after = np.zeros(own.shape, np.float64)
-    after[own] = as_numpy(final_value)
-    found = gae(
-        reward=_flat_steps(as_numpy(reward)),
-        value=_flat_steps(as_numpy(value)),
-        last_value=as_numpy(last_value),
-        terminated=_flat_steps(ended[..., None] & last),
-        truncated=_flat_steps(cut[..., None] & last),
+    rank = executed.cumsum(-1)
+    last = executed & (rank == rank[..., -1:])
+    cut = truncated & ~terminated
+    check_final_value(tuple(final_value.shape), int(cut.sum()))
+    after = torch.zeros(cut.shape, dtype=torch.float64, device=cut.device)
+    after[cut] = final_value.double()
+    advantage, returns = gae(
+        reward=_flat_steps(reward),
+        value=_flat_steps(value),
+        last_value=last_value,
+        terminated=_flat_steps(terminated[..., None] & last),
+        truncated=_flat_steps(truncated[..., None] & last),
         # In the order of the steps, where a shorter chunk of a later slot comes first.
-        final_value=_flat_steps(np.broadcast_to(after[..., None], last.shape))[_flat_steps(own[..., None] & last)],
+        final_value=_flat_steps(after[..., None].expand(last.shape))[_flat_steps(cut[..., None] & last)],
         gamma=gamma,
         gae_lambda=gae_lambda,
-        mask=_flat_steps(taken),
+        mask=_flat_steps(executed),
     )
     steps, slots, length = reward.shape
-    advantage, returns = (part.reshape(steps, length, slots).swapaxes(1, 2) for part in found)
-    return alike(advantage, value), alike(returns, value)
+    return advantage.view(steps, length, slots).transpose(1, 2), returns.view(steps, length, slots).transpose(1, 2)
 
 
 def returns_to_go(
     *,
-    reward: Array,
-    terminated: Array,
-    truncated: Array,
+    reward: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
     gamma: float,
-    last_value: Array | None = None,
-    final_value: Array | None = None,
-    mask: Array | None = None,
-) -> Array:
+    last_value: Tensor | None = None,
+    final_value: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
     """REINFORCE's credit (Williams 1992), time-major: R_t = r_t + gamma (1 - done_t) R_(t+1).
 
     Without a critic, what comes after the last step or after a truncation is unknown and counts as 0, unless `last_value` [N] and
@@ -271,22 +255,21 @@ def returns_to_go(
 
     Returns [T, N] of the type of `reward`, 0 where masked.
     """
-    zeros = torch.zeros_like if isinstance(reward, Tensor) else np.zeros_like
     cut = truncated & ~terminated
     return gae(
         reward=reward,
-        value=zeros(reward),
-        last_value=zeros(reward[:1].sum(0)) if last_value is None else last_value,
+        value=torch.zeros_like(reward),
+        last_value=reward.new_zeros(reward.shape[1:]) if last_value is None else last_value,
         terminated=terminated,
         truncated=truncated,
-        final_value=zeros(reward[cut]) if final_value is None else final_value,
+        final_value=torch.zeros_like(reward[cut]) if final_value is None else final_value,
         gamma=gamma,
         gae_lambda=1.0,
         mask=mask,
     )[1]
 
 
-def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> Array:
+def token_returns(*, reward: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
     """Discounted returns-to-go along rows: G_l = r_l + gamma G_(l+1) over the entries in `mask`.
 
     REINFORCE (Williams 1992) if a row is an episode of tokens or turns. Holes in the mask (a tool's output between two turns)
@@ -309,7 +292,7 @@ def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> 
     return alike(returns, reward)
 
 
-def whiten(x: Array, mask: Array | None = None) -> Array:
+def whiten(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) with the unbiased variance over all entries, or over those in `mask` (0 elsewhere).
 
     A single entry has no variance: it becomes 0, as do entries that are all equal.
@@ -325,10 +308,10 @@ def whiten(x: Array, mask: Array | None = None) -> Array:
 
 
 def _check_gae(
-    reward: Array, value: Array, last_value: Array, terminated: Array, truncated: Array, mask: Array | None, discount: Array | None
+    reward: Tensor, value: Tensor, last_value: Tensor, terminated: Tensor, truncated: Tensor, mask: Tensor | None, discount: Tensor | None
 ) -> None:
     shape = tuple(reward.shape)
-    like: list[Array] = [value, terminated, truncated]
+    like: list[Tensor] = [value, terminated, truncated]
     like += [array for array in (mask, discount) if array is not None]
     if len(shape) != 2 or any(tuple(array.shape) != shape for array in like) or tuple(last_value.shape) != shape[1:]:
         shapes = [shape, *(tuple(array.shape) for array in like), tuple(last_value.shape)]
@@ -336,14 +319,13 @@ def _check_gae(
     check_types((reward, value, last_value), (terminated, truncated, *(() if mask is None else (mask,))))
 
 
-def _check_chunks(reward: Array, executed: Array, terminated: Array) -> None:
+def _check_chunks(reward: Tensor, executed: Tensor, terminated: Tensor) -> None:
     if reward.ndim != 3 or executed.shape != reward.shape or tuple(terminated.shape) != tuple(reward.shape[:2]):
         shapes = [tuple(array.shape) for array in (reward, executed, terminated)]
         raise ValueError(f"reward and executed must be [T, N, K], terminated and truncated [T, N], got {shapes}.")
     check_types((reward,), (executed,))
 
 
-def _flat_steps(array: np.ndarray) -> np.ndarray:
+def _flat_steps(tensor: Tensor) -> Tensor:
     """[T, N, K] → [T·K, N]: the steps of a slot in sequence."""
-    steps, slots, length = array.shape
-    return array.swapaxes(1, 2).reshape(steps * length, slots)
+    return tensor.transpose(1, 2).flatten(0, 1)

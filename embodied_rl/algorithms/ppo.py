@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,13 +42,13 @@ class PPO(StepRewards):
             observation: {key: [B, ...]} as the policy prepared it.
             action_dim: A, for rollouts with chunks.
         """
-        advantage, returns = self._estimate(rollout, values)
+        advantage, returns = (part.flatten(0, 1) for part in self._estimate(rollout, values))
         executed = None if rollout.executed is None else flat_rows(rollout.executed)
-        of_actions = advantage.ndim == 3
+        value_mask = executed if advantage.dim() == 2 else None
         if self.config.normalize_advantage == "batch":
-            advantage = whiten(advantage, rollout.executed if of_actions else None)
+            advantage = whiten(advantage, value_mask)
         if self.config.advantage_clip is not None:
-            advantage = np.clip(advantage, -self.config.advantage_clip, self.config.advantage_clip)
+            advantage = advantage.clamp(-self.config.advantage_clip, self.config.advantage_clip)
         unit_mask = None
         if executed is not None:
             unit_mask = executed[:, unit_steps(rollout.log_prob.shape[-1], executed.shape[1], action_dim)]
@@ -58,11 +56,11 @@ class PPO(StepRewards):
             observation=observation,
             action=flat_rows(rollout.action),
             log_prob=flat_rows(rollout.log_prob),
-            advantage=flat_rows(advantage),
-            returns=flat_rows(returns),
+            advantage=advantage,
+            returns=returns,
             value=flat_rows(values.value),
             unit_mask=unit_mask,
-            value_mask=executed if of_actions else None,
+            value_mask=value_mask,
         )
 
     def shaped(self, rollout: Rollout, kl: torch.Tensor | None) -> tuple[Rollout, dict[str, float]]:
@@ -79,38 +77,32 @@ class PPO(StepRewards):
         steps = taken.view(of_chunks.shape).numpy()
         return dataclasses.replace(rollout, chunk_reward=steps, reward=steps.sum(axis=2)), figures
 
-    def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
+    def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, N] per decision, or [T, N, K] per step of its chunk (``gae_action``). ``gae`` treats chunks as single steps; ``gae_chunk``
-        discounts by the steps that each took (`chunk_gae`)."""
-        config, reward, steps = self.config, rollout.reward, None
-        options = method_options(self.advantage, config.advantage_options, config)
+        discounts by the steps that each took (`chunk_gae`). Raises UserError for a wrong result of the user's own function."""
+        config, info, reward, steps = self.config, self.advantage, rollout.reward, None
+        options = method_options(info, config.advantage_options, config)
         if self.looks_into_chunks and rollout.executed is not None and rollout.chunk_reward is not None:
-            if self.advantage.unit == "step":
-                steps, options["executed"] = rollout.chunk_reward, rollout.executed
+            executed = torch.from_numpy(rollout.executed)
+            if info.unit == "step":
+                steps, options["executed"] = rollout.chunk_reward, executed
             else:
-                reward, options["discount"] = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
+                given = torch.from_numpy(rollout.chunk_reward)
+                total, options["discount"] = sum_chunks(reward=given, executed=executed, gamma=config.gamma)
+                reward = total.numpy()
         if self.reward_normalizer is not None:
             reward = self.reward_normalizer(reward, rollout.terminated | rollout.truncated, steps=steps)
         elif steps is not None:
             reward = steps
         arrays = {"reward": reward, "terminated": rollout.terminated, "truncated": rollout.truncated, **vars(values)}
-        if self.advantage.own:
-            return self._own_estimate(arrays, options)
-        estimate: Callable[..., tuple[np.ndarray, np.ndarray]] = gae if steps is None else action_gae
-        return estimate(**arrays, **options)
-
-    def _own_estimate(self, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Estimate with the user's own function: tensors in, (advantage, returns) [T, N] out."""
-        info, shape = self.advantage, arrays["reward"].shape
-        result = info.load()(**{name: torch.from_numpy(array) for name, array in info.taken(arrays).items()}, **options)
-        if not (
-            isinstance(result, tuple)
-            and len(result) == 2
-            and all(isinstance(part, torch.Tensor) and tuple(part.shape) == shape for part in result)
-        ):
-            raise UserError(f"'{info.name}' must return (advantage, returns), two tensors {list(shape)} for this rollout.")
-        advantage, returns = (part.numpy().astype(np.float32, copy=False) for part in result)
-        return advantage, returns
+        taken = {name: torch.from_numpy(array) for name, array in info.taken(arrays).items()}
+        if not info.own:
+            return (gae if steps is None else action_gae)(**taken, **options)
+        result = info.load()(**taken, **options)
+        pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, torch.Tensor) for part in result)
+        if not pair or any(part.shape != reward.shape for part in result):
+            raise UserError(f"'{info.name}' must return (advantage, returns), two tensors {list(reward.shape)} for this rollout.")
+        return result[0].detach().float(), result[1].detach().float()
 
 
 def corrected(

@@ -169,15 +169,13 @@ class TokenTarget(TargetPolicy):
     def __init__(self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode) -> None:
         """Raises UserError if the policy cannot map recorded actions to tokens."""
         super().__init__(label, policy, spec, mode=mode)
-        self._own: Any = policy
-        tokens = getattr(policy, "tokens", None) or getattr(getattr(policy, "model", None), "tokens", None)
         self._layout = policy.action_layout
-        if tokens is None or not hasattr(policy, "units_of") or self._layout.dtype != "int64":
+        if policy.tokens is None or self._layout.dtype != "int64":  # OpenVLA's regression head has tokens that it does not use
             raise UserError(
                 f"offline_eval scores recorded actions by their likelihood, but the policy of '{label}' ({type(policy).__name__}) cannot "
                 "compute it. Use evaluate, with the simulator."
             )
-        self.horizon, self.num_bins = self._layout.chunk_size, tokens.num_bins - 1
+        self.horizon, self.num_bins = self._layout.chunk_size, policy.tokens.num_bins - 1
         self._steps = self._layout.unit_steps(spec.action.dim)
 
     @property
@@ -185,7 +183,7 @@ class TokenTarget(TargetPolicy):
         return self.mode == "sample"
 
     def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
-        return self._by_step(observation, self._own.units_of(torch.from_numpy(np.clip(chunks, -1.0, 1.0).astype(np.float32))))
+        return self._by_step(observation, self.policy.units_of(torch.from_numpy(np.clip(chunks, -1.0, 1.0).astype(np.float32))))
 
     def token_log_prob(self, observation: Observation, tokens: np.ndarray, action: np.ndarray) -> np.ndarray | None:
         """[Q, H, L / H] of recorded tokens [Q, H, A]; None if they come from another tokenizer and do not mean the recorded actions.

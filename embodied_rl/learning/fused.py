@@ -353,7 +353,7 @@ class FusedExecutor(Fused):
         """Gradients of clipped surrogate and entropy; returns policy loss, entropy, KL (k3) and clip fraction."""
         config = self.config
         if config.normalize_advantage == "minibatch":
-            advantage = whiten(advantage)
+            advantage = whiten(torch.from_numpy(advantage)).numpy()
         mean = self.actor.forward(features)
         mean_gradient = self.actor.output_gradient(mean.shape[0])
         bounds = (config.clip_low, config.clip_high, math.inf if config.dual_clip is None else config.dual_clip, MAX_LOG_RATIO, K3_SLOPE)

@@ -221,9 +221,7 @@ class RolloutObjective(ActingObjective[Batch]):
     def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
         """See `Objective.begin`; whitens the advantages if the algorithm does so by minibatch."""
         if self.config.normalize_advantage == "minibatch":
-            executed = None if rows.value_mask is None else rows.value_mask.cpu().numpy()
-            whitened = torch.from_numpy(whiten(rows.advantage.cpu().numpy(), executed))
-            rows = rows.replaced(advantage=whitened.to(rows.advantage.device))
+            rows = rows.replaced(advantage=whiten(rows.advantage, rows.value_mask))
         mask = mask_at_level(rows.unit_mask, self.config.ratio, self.steps(rows.advantage.device))
         aggregation, each = self.loss.aggregation, self.units if self.loss.aggregation.mode == "token-mean" else 1
         entries = rows.num_rows * each if mask is None else int(aggregation.count(mask).clamp(min=1))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from embodied_rl.config import AnyPolicyConfig
 from embodied_rl.errors import UserError, did_you_mean, require_known
+from embodied_rl.policies.heads import ActionTokenizer
 from embodied_rl.types import ActionLayout, SimSpec, TensorSpec
 
 TensorObservation = dict[str, Tensor]
@@ -152,6 +153,8 @@ class Policy(TrainedModule):
     """Kind of noise that `act` takes, if it `translates`."""
     temperature: float | None = None
     """Temperature at which tokens are sampled and scored; None for other policies. An evaluation at another one sets it meanwhile."""
+    tokens: ActionTokenizer | None = None
+    """Tokens of action values, if actions are token ids; see `units_of`."""
 
     def acting_in(self, domain: str) -> Policy:
         return self
@@ -213,6 +216,10 @@ class Policy(TrainedModule):
     def simulator_action(self, action: np.ndarray) -> np.ndarray:
         """[B, K, A] actions for the simulator from recorded actions [B, W], in the `action_units`."""
         return self.spec.action.denormalise(action)[:, None]
+
+    def units_of(self, action: Tensor) -> Tensor:
+        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]; for a policy with `tokens`."""
+        raise NotImplementedError
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
         """Sample with the given noise (standard normal [B, A], or uniform [B, 1] for discrete actions); None: act with the mode."""

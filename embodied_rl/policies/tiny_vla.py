@@ -68,6 +68,7 @@ class TinyVLAPolicy(base.Policy):
     translates = True
     critics_train = ("value_decoder.",)
     temperature: float
+    tokens: ActionTokenizer
     noise_kind: Literal["uniform"] = "uniform"
     """Kind of `act`'s noise: uniform in [0, 1), one number per action token."""
 
@@ -190,7 +191,6 @@ class TinyVLAPolicy(base.Policy):
         return mean_of_steps(-self._scores(memory, tokens).log_prob(tokens), mask)
 
     def units_of(self, action: Tensor) -> Tensor:
-        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]."""
         return torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1)
 
     # ---- beside critics of actions: the value's decoder reads for them ------------------------------------------------

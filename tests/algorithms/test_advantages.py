@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.algorithms.advantages import gae, whiten
+from embodied_rl.algorithms import advantages
+from tests.algorithms.arrays import on_arrays
+
+gae, whiten = on_arrays(advantages.gae), on_arrays(advantages.whiten)
 
 
 def column(*values: float) -> np.ndarray:

@@ -7,41 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from embodied_rl.algorithms.advantages import (
-    action_gae,
-    chunk_gae,
-    gae,
-    returns_to_go,
-    sum_chunks,
-    token_returns,
-    whiten,
-)
+from embodied_rl.algorithms import advantages
+from tests.algorithms.arrays import on_arrays
 from tests.algorithms.test_advantages import column, flags, random_rollout
+
+action_gae, chunk_gae, gae = map(on_arrays, (advantages.action_gae, advantages.chunk_gae, advantages.gae))
+returns_to_go, sum_chunks, token_returns = map(on_arrays, (advantages.returns_to_go, advantages.sum_chunks, advantages.token_returns))
+whiten = on_arrays(advantages.whiten)
 
 DTYPES = [np.float32, np.float64]
 TOLERANCE = {np.float32: 1e-6, np.float64: 1e-12}
 """Absolute, on numbers of order 1."""
 
 
-def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
 def holes(shape: tuple[int, ...], seed: int, share: float = 0.3) -> np.ndarray:
     return np.random.default_rng(seed).random(shape) >= share
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_come_back_as_tensors_with_the_same_bits(dtype: Any) -> None:
-    arrays = random_rollout(dtype)
-    given = tensors(arrays)
+def test_advantages_are_constants() -> None:
+    given = {name: torch.from_numpy(array) for name, array in random_rollout().items()}
     given["value"].requires_grad_(True)
-    for expected, found in zip(gae(**arrays, gamma=0.97, gae_lambda=0.9), gae(**given, gamma=0.97, gae_lambda=0.9), strict=True):
-        assert isinstance(found, Tensor)
-        assert not found.requires_grad
-        np.testing.assert_array_equal(found.numpy(), expected)
+    assert not any(found.requires_grad for found in gae(**given, gamma=0.97, gae_lambda=0.9))
 
 
 def test_memory_layout_does_not_matter() -> None:
@@ -124,16 +111,14 @@ def test_inserting_masked_steps_changes_nothing() -> None:
 def test_nothing_gives_nothing(shape: tuple[int, int]) -> None:
     empty = {name: np.zeros(shape) for name in ("reward", "value")} | {name: np.zeros(shape, bool) for name in ("terminated", "truncated")}
     given = {**empty, "last_value": np.zeros(shape[1:]), "final_value": np.zeros(0)}
-    for arrays in (given, tensors(given)):
-        assert tuple(gae(**arrays, gamma=0.9, gae_lambda=0.9)[0].shape) == shape
+    assert gae(**given, gamma=0.9, gae_lambda=0.9)[0].shape == shape
 
 
 def test_types_are_checked() -> None:
     arrays = random_rollout()
     for name, wrong, message in (
-        ("terminated", arrays["terminated"].astype(np.uint8), "must be bool, got uint8"),
-        ("reward", arrays["reward"].astype(np.float16), "float32 or float64, got float16"),
-        ("reward", torch.from_numpy(arrays["reward"]), "got both"),
+        ("terminated", arrays["terminated"].astype(np.uint8), "must be bool, got torch.uint8"),
+        ("reward", arrays["reward"].astype(np.float16), "float32 or float64, got torch.float16"),
     ):
         with pytest.raises(ValueError, match=message):
             gae(**{**arrays, name: wrong}, gamma=0.9, gae_lambda=0.9)
@@ -180,19 +165,18 @@ def test_success_inside_a_chunk_is_not_lost_and_what_follows_does_not_count() ->
 
 def test_truncated_chunk_bootstraps_over_the_steps_it_executed() -> None:
     # One executed step of two: 1 + .5 * final 8 - 2 = 3, not .25 * 8.
-    for kind in (np.asarray, torch.as_tensor):
-        advantage, _ = chunk_gae(
-            reward=kind([[[1.0, 5.0]]]),
-            executed=kind([[[True, False]]]),
-            value=kind([[2.0]]),
-            last_value=kind([100.0]),
-            terminated=kind([[False]]),
-            truncated=kind([[True]]),
-            final_value=kind([8.0]),
-            gamma=0.5,
-            gae_lambda=0.5,
-        )
-        assert float(advantage[0, 0]) == 3.0
+    advantage, _ = chunk_gae(
+        reward=np.array([[[1.0, 5.0]]]),
+        executed=np.array([[[True, False]]]),
+        value=np.array([[2.0]]),
+        last_value=np.array([100.0]),
+        terminated=np.array([[False]]),
+        truncated=np.array([[True]]),
+        final_value=np.array([8.0]),
+        gamma=0.5,
+        gae_lambda=0.5,
+    )
+    assert float(advantage[0, 0]) == 3.0
 
 
 def random_chunks(dtype: Any = np.float64) -> dict[str, np.ndarray]:
@@ -249,8 +233,6 @@ def test_chunk_level_equals_plain_python(dtype: Any) -> None:
     tolerance = 4e-6 if dtype == np.float32 else 1e-12
     np.testing.assert_allclose(advantage, expected, atol=tolerance)
     np.testing.assert_allclose(returns, np.where(ran, expected + arrays["value"], 0), atol=tolerance)
-    as_tensors, _ = chunk_gae(**tensors(arrays), gamma=0.9, gae_lambda=0.8)
-    np.testing.assert_allclose(as_tensors.numpy(), advantage, atol=TOLERANCE[dtype])
 
 
 def test_chunks_of_one_step_are_steps() -> None:
@@ -290,19 +272,14 @@ def test_action_level_equals_steps_laid_out_one_by_one() -> None:
         np.testing.assert_allclose(advantage[:, n][places], expected[0][:, 0], atol=1e-12)
         np.testing.assert_allclose(returns[:, n][places], expected[1][:, 0], atol=1e-12)
     assert (advantage[~arrays["executed"]] == 0).all()
-    as_tensors, _ = action_gae(**tensors({**arrays, "value": values}), gamma=0.9, gae_lambda=0.8)
-    np.testing.assert_allclose(as_tensors.numpy(), advantage, atol=1e-12)
 
 
 def test_sums_of_chunks_by_hand() -> None:
     # gamma .5; a step in the middle was not executed: 1 + .5*4 = 3, .5^2; nothing executed: 0 and 1.
     reward, executed = np.array([[1.0, np.inf, 4.0], [np.nan] * 3]), np.array([[1, 0, 1], [0, 0, 0]], bool)
-    for total, discount in (
-        sum_chunks(reward=reward, executed=executed, gamma=0.5),
-        sum_chunks(reward=torch.from_numpy(reward), executed=torch.from_numpy(executed), gamma=0.5),
-    ):
-        assert total.tolist() == [3.0, 0.0]
-        assert discount.tolist() == [0.25, 1.0]
+    total, discount = sum_chunks(reward=reward, executed=executed, gamma=0.5)
+    assert total.tolist() == [3.0, 0.0]
+    assert discount.tolist() == [0.25, 1.0]
 
 
 def test_chunks_of_wrong_shapes_are_refused() -> None:
@@ -352,8 +329,6 @@ def test_token_returns_equal_plain_python(dtype: Any) -> None:
     found = token_returns(reward=reward, gamma=0.9, mask=mask)
     assert found.dtype == dtype
     np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    as_tensors = token_returns(reward=torch.from_numpy(reward), gamma=0.9, mask=torch.from_numpy(mask))
-    np.testing.assert_array_equal(as_tensors.numpy(), found)
 
 
 # ---- whitening ------------------------------------------------------------------------------------------------------
@@ -367,14 +342,11 @@ def test_whitening_has_mean_zero_and_deviation_one(dtype: Any) -> None:
     whole = whiten(x, mask)
     np.testing.assert_allclose(whole[mask].mean(), 0, atol=1e-5)
     np.testing.assert_allclose(whole[mask].std(ddof=1), 1, rtol=1e-6)
-    as_tensor = whiten(torch.from_numpy(x), torch.from_numpy(mask))
-    np.testing.assert_allclose(as_tensor.numpy(), whole, atol=TOLERANCE[dtype] * 10)
 
 
 def test_equal_entries_become_exactly_zero() -> None:
     for count in (1, 3, 7):
         assert whiten(np.full(count, 0.1)).tolist() == [0.0] * count
-        assert whiten(torch.full((count,), 0.1)).tolist() == [0.0] * count
 
 
 def test_whitening_forgets_scale_and_shift() -> None:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embodied_rl.algorithms.advantages import gae
+from embodied_rl.algorithms import advantages
 from embodied_rl.algorithms.ppo import PPO, RolloutValues, flat_rows
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.types import Rollout
+from tests.algorithms.arrays import on_arrays
 
 CONFIG = AlgorithmConfig(minibatch_size=2, gamma=0.9, gae_lambda=0.8)
 
@@ -38,7 +39,7 @@ def rollout_and_values() -> tuple[Rollout, RolloutValues]:
 
 
 def estimate(rollout: Rollout, values: RolloutValues, reward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return gae(
+    return on_arrays(advantages.gae)(
         reward=reward,
         value=values.value,
         last_value=values.last_value,

@@ -125,7 +125,7 @@ def test_an_episode_that_starts_inside_another_has_seen_its_pictures(folders: di
                 trainer.engine.publish(version=version)
             sources = {key: tracked.source for key, tracked in library.sources.items()}
             again = {key: SourceEpisode.from_text(source.to_text()) for key, source in sources.items()}
-            for group in method.collect(version).data[""]:
+            for group in method.collect(version).data[""][""]:
                 for episode in group.episodes:
                     start = episode.metadata["start"]
                     if start["source"] is None:

@@ -146,7 +146,9 @@ def test_each_action_of_a_chunk_may_have_its_own_advantage(collected: tuple[Tiny
     assert (batch.value_mask.numpy().reshape(8, 4, K) == rollout.executed).all()
     whitened = PPO(dataclasses.replace(config, normalize_advantage="batch")).prepare(rollout, values, {"x": torch.zeros(32)}, action_dim=2)
     np.testing.assert_allclose(
-        whitened.advantage.numpy().reshape(8, 4, K), whiten(expected.astype(np.float32), rollout.executed), atol=1e-4
+        whitened.advantage.numpy().reshape(8, 4, K),
+        whiten(torch.from_numpy(expected).float(), torch.from_numpy(rollout.executed)),
+        atol=1e-4,
     )
 
 

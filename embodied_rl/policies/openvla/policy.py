@@ -69,7 +69,7 @@ class VLAPolicy(Policy):
         if oft is not None and oft.proprio_dim is not None:
             self.proprio_range = range_of(statistics, options.unnorm_key, "proprio", bounds=options.bounds, epsilon=epsilon)
         _check_spec(spec, options, self.num_images, self.action_range.dim, oft)
-        self.model = model
+        self.model, self.tokens = model, model.tokens
         of_steps = self.chunk_size if values == "action" and oft is not None else None
         self.value_head = ValueHead(model.config.hidden_size, of_steps).to(model.device) if value_head else None
         self.normaliser = PixelNormaliser(processor.normalisation).to(model.device)
@@ -170,7 +170,6 @@ class VLAPolicy(Policy):
         return mean_of_steps(-self.evaluate(observation, self.units_of(action)).log_prob, mask)
 
     def units_of(self, action: Tensor) -> Tensor:
-        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]."""
         return torch.from_numpy(self.model.tokens.encode(self._in_range(action))).flatten(1)
 
     def _in_range(self, action: Tensor) -> np.ndarray:

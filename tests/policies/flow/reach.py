@@ -96,7 +96,7 @@ def reinforce(policy: FlowPolicy, iterations: int = 30, rows: int = 512) -> list
         rewards.append(reward.mean().item())
         with torch.no_grad():
             value = policy.value({"state": place})
-        advantage = torch.from_numpy(whiten((reward - value).numpy()))
+        advantage = whiten(reward - value)
         batch = Batch({"state": place}, action, log_prob, advantage, reward, value)
         if policy.options.method == "dppo":
             _denoising_epochs(policy, batch, config, optimizer, generator)
