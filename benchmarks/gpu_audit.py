@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, FlowPolicyConfig, OpenVLAPolicyConfig, PolicyConfig, TinyVLAConfig
 from embodied_rl.learning.objectives import RolloutObjective
-from embodied_rl.learning.optimizer import Optimizers
+from embodied_rl.learning.optimizer import optimizers_of
 from embodied_rl.policies.base import ActionOutput, Policy, prepare_observation
 from embodied_rl.policies.build import build_policy
 from embodied_rl.types import ActionLayout, ActionSpec, SimSpec, TensorSpec
@@ -171,7 +171,7 @@ def stages_of(policy: Policy, observation: dict[str, Tensor], layout: ActionLayo
     draw = torch.rand if layout.noise_kind == "uniform" else torch.randn
     noise = draw(ROWS, layout.noise_width, device=device)
     config = AlgorithmConfig(normalize_advantage="none")
-    optimizer, objective = Optimizers(policy, config).groups[""], RolloutObjective(policy, config)
+    optimizer, objective = optimizers_of(policy, config)[""], RolloutObjective(policy, config)
     objective.steps(noise.device)  # lies there from the first step on
     acted: list[ActionOutput] = []
     value: list[Tensor] = []

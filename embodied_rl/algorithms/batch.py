@@ -13,15 +13,20 @@ from torch import Tensor
 
 
 class Rows(ABC):
-    """Rows of one kind: decisions (`Batch`), stored steps, whole episodes, or texts of tokens."""
+    """Rows of one kind: decisions (`Batch`), stored steps, whole episodes, or texts of tokens. Each is a data class of tensors [B, ...],
+    some of which may be None, and of dictionaries of them."""
+
+    of_all: ClassVar[frozenset[str]] = frozenset()
+    """Fields without a dimension B, which belong to all rows together."""
 
     @property
     @abstractmethod
     def num_rows(self) -> int: ...
 
+    @property
     @abstractmethod
-    def chosen(self, rows: Tensor) -> Self:
-        """The rows with these numbers [n], a tensor on the host."""
+    def device(self) -> torch.device:
+        """Device of all tensors."""
 
     @abstractmethod
     def filler(self) -> Self:
@@ -46,65 +51,40 @@ class Rows(ABC):
         """Set all advantages to 0: only the critic learns."""
         raise NotImplementedError
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """All fields under flat names, for other processes and for files."""
-
-    @classmethod
-    @abstractmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """The inverse of `tensors`."""
-
-    def moved(self, device: torch.device) -> Self:
-        """Move the rows to a device for one forward; rows that the policy itself moves stay on the host."""
-        return self
-
-    def staged(self, device: torch.device) -> Self:
-        """Place the rows of a whole update: on the device if they are small, on the host if they are moved part by part."""
-        return self
-
-
-class TensorRows(Rows):
-    """A data class of tensors [B, ...], some of which may be None, and of dictionaries of them."""
-
-    of_all: ClassVar[frozenset[str]] = frozenset()
-    """Fields without a dimension B, which belong to all rows together."""
-
     def replaced(self, **changes: Tensor | None) -> Self:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         return self.of_tensors({name: tensor if name in self.of_all else change(tensor) for name, tensor in self.tensors().items()})
 
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Device of all tensors."""
-
     def chosen(self, rows: Tensor) -> Self:
+        """The rows with these numbers [n], a tensor on the host."""
         numbers = rows.to(self.device, non_blocking=True)
         return self.mapped(lambda tensor: tensor.index_select(0, numbers))
 
     def moved(self, device: torch.device) -> Self:
+        """Move the rows to a device for one forward; rows that the policy itself moves stay on the host."""
         if self.device == device:
             return self
         return self.of_tensors({name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()})
 
     def staged(self, device: torch.device) -> Self:
+        """Place the rows of a whole update: on the device if they are small, on the host if they are moved part by part."""
         return self.moved(device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Rows.tensors`: the fields that are not None, and ``observation.<key>``."""
+        """The tensors that are not None under flat names (``observation.<key>``), for other processes and for files."""
         found: dict[str, Tensor] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 found[name] = value
-            elif value is not None:
+            elif isinstance(value, dict):
                 found |= {f"{name}.{key}": part for key, part in value.items()}
         return found
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The inverse of `tensors`."""
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         fields: dict[str, Any] = {}
         for name, tensor in tensors.items():
@@ -117,7 +97,7 @@ class TensorRows(Rows):
 
 
 @dataclass(frozen=True)
-class Batch(TensorRows):
+class Batch(Rows):
     """Transitions of one or more rollouts as flat rows (B = T·N, time-major)."""
 
     observation: dict[str, Tensor]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_rl.algorithms.advantages import returns_to_go
 from embodied_rl.bounds import LearningRate, Members, PositiveShare, Rows, Seed, Size
 from embodied_rl.config.building import Config
 from embodied_rl.memory import TRAINED, require_memory
@@ -358,12 +359,9 @@ def _is_last(episode: Tensor) -> Tensor:
 
 def _returns_to_go(steps: RecordedSteps, gamma: float) -> Tensor:
     """[M] Σ γᵏ r recorded from each step on."""
-    rewards, last = steps.reward.double().numpy(), _is_last(steps.episode).numpy()
-    returns, following = np.empty_like(rewards), 0.0
-    for index in range(len(rewards) - 1, -1, -1):
-        following = rewards[index] + (0.0 if last[index] else gamma * following)
-        returns[index] = following
-    return torch.from_numpy(returns).float()
+    ends = _is_last(steps.episode)[:, None]
+    found = returns_to_go(reward=steps.reward.double()[:, None], terminated=ends, truncated=torch.zeros_like(ends), gamma=gamma)
+    return found[:, 0].float()
 
 
 def _resamples(num_episodes: int, num_members: int, seed: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.devices import repeatable
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Precision
-from embodied_rl.learning.optimizer import Optimizer, Optimizers
+from embodied_rl.learning.optimizer import Optimizer, optimizers_of
 from embodied_rl.policies.base import TrainedModule
 
 Figures = dict[str, float]
@@ -198,7 +198,7 @@ class LocalExecutor(Executor):
                 waits for all of them by spinning: if other work takes a core for a moment, that is ten times as slow.
         """
         super().__init__(policy, config, device)
-        self.optimizer, self._precision = Optimizers(policy, config), precision
+        self.optimizers, self._precision = optimizers_of(policy, config), precision
         self.side_by_side = side_by_side
         self._threads = ThreadPoolExecutor(side_by_side - 1, "minibatch") if side_by_side > 1 else None
         self._objective: Objective[Any, Any] | None = None
@@ -233,7 +233,7 @@ class LocalExecutor(Executor):
             return objective(self.policy, rows_at(rows, places).moved(self.device), numbers)
 
         losses = [functools.partial(loss_of, places) for places in micro]
-        stepped = {group: self.optimizer.groups[group] for group in objective.groups}
+        stepped = {group: self.optimizers[group] for group in objective.groups}
         given: dict[str, Any] = {"summed": summed, "frees_gradients": objective.frees_gradients, "threads": self._threads}
         with repeatable(self.device):
             figures = take_step(self.policy, stepped, losses, learning_rate, **given)
@@ -262,16 +262,18 @@ class LocalExecutor(Executor):
             return self.policy.value(filled).float().cpu().numpy()[:count]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return self.optimizer.state_tensors()
+        return {name: tensor for own in self.optimizers.values() for name, tensor in own.state_tensors().items()}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        self.optimizer.load_state_tensors(state)
+        for optimizer in self.optimizers.values():
+            optimizer.load_state_tensors(state)
 
     def forget(self) -> None:
-        self.optimizer.forget()
+        for optimizer in self.optimizers.values():
+            optimizer.forget()
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        return self.optimizer.tensors()
+        return [tensor for optimizer in self.optimizers.values() for tensor in optimizer.tensors()]
 
     def close(self) -> None:
         if self._threads is not None:

@@ -273,7 +273,7 @@ class Fused(Executor):
             flat.exp_avg[:] = flat.exp_avg_sq[:] = 0.0
 
     def _named(self) -> list[tuple[str, FlatParameters]]:
-        """Each group's vector with the prefix of its state names, as in `Optimizers`."""
+        """Each group's vector with the prefix of its state names, as in `optimizers_of`."""
         return [(f"adam.{group}." if group else "", flat) for group, flat in self.flats.items()]
 
     def _moments(self) -> dict[str, np.ndarray]:

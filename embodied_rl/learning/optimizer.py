@@ -139,47 +139,22 @@ class Optimizer:
         return self._state[name]
 
 
-class Optimizers:
+def optimizers_of(module: TrainedModule, config: AlgorithmConfig) -> dict[str, Optimizer]:
     """One optimizer for each of a module's parameter groups; an objective says which of them step.
 
-    State names are the optimizer's own for the group ``""``, and ``adam.<group>.<name>`` for other groups.
+    Each role of a parameter has its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`). State names are the optimizer's
+    own for the group ``""``, and ``adam.<group>.<name>`` for other groups.
     """
-
-    def __init__(self, module: TrainedModule, config: AlgorithmConfig) -> None:
-        """Each role of a parameter has its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
-        rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
-        self.groups = {
-            group: Optimizer(
-                parameters,
-                eps=config.adam_eps,
-                max_grad_norm=config.max_grad_norm,
-                weight_decay=0.0 if config.cloning is None else config.cloning.weight_decay,
-                scales={name: (rates[module.role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
-                only=group != "",
-                prefix=f"adam.{group}." if group else "",
-            )
-            for group, parameters in module.parameter_groups().items()
-        }
-
-    def forget(self) -> None:
-        """Clear the state of all optimizers."""
-        for optimizer in self.groups.values():
-            optimizer.forget()
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of the state, for moving them between devices."""
-        return [tensor for optimizer in self.groups.values() for tensor in optimizer.tensors()]
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for optimizer in self.groups.values() for name, tensor in optimizer.state_tensors().items()}
-
-    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        for optimizer in self.groups.values():
-            optimizer.load_state_tensors(state)
-
-    def parts(self) -> dict[str, Tensor]:
-        return {name: tensor for optimizer in self.groups.values() for name, tensor in optimizer.parts().items()}
-
-    def take_parts(self, parts: Mapping[str, Tensor]) -> None:
-        for optimizer in self.groups.values():
-            optimizer.take_parts(parts)
+    rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
+    return {
+        group: Optimizer(
+            parameters,
+            eps=config.adam_eps,
+            max_grad_norm=config.max_grad_norm,
+            weight_decay=0.0 if config.cloning is None else config.cloning.weight_decay,
+            scales={name: (rates[module.role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
+            only=group != "",
+            prefix=f"adam.{group}." if group else "",
+        )
+        for group, parameters in module.parameter_groups().items()
+    }

@@ -110,17 +110,18 @@ class Rank:
         elif what == "load_weights":  # whole tensors, without communication between ranks
             fsdp.load_named(self.policy, tensors)
         elif what == "load_optimizer_state":  # as `optimizer_state` returned it, on any number of ranks
-            self.local.optimizer.load_state_tensors(tensors)
+            self.local.load_state_tensors(dict(tensors))
         elif what == "forget":
             self.local.forget()
         elif what == "save_parts":  # after the previous part is written; rank 0 reports what went wrong
             self._finish_saving()
-            self.saving = save_sharded(message["folder"], self.local.optimizer.parts(), asynchronous=True)
+            self.saving = save_sharded(message["folder"], self._optimizer_parts(), asynchronous=True)
         elif what == "load_parts":  # written by any number of ranks
             self.local.forget()
-            found = self.local.optimizer.parts()
+            found = self._optimizer_parts()
             load_sharded(message["folder"], found)
-            self.local.optimizer.take_parts(found)
+            for optimizer in self.local.optimizers.values():
+                optimizer.take_parts(found)
         elif what == "leave":
             self._finish_saving()
             dist.destroy_process_group()
@@ -130,6 +131,10 @@ class Rank:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of the parameters that learning changes, one at a time."""
         return fsdp.gather_named(self.policy, self.policy.changing())
+
+    def _optimizer_parts(self) -> dict[str, Tensor]:
+        """This rank's part of the optimizers' state, see `Optimizer.parts`."""
+        return {name: part for optimizer in self.local.optimizers.values() for name, part in optimizer.parts().items()}
 
     def _finish_saving(self) -> None:
         """Wait until this rank's part of the last checkpoint is written."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.algorithms.batch import Rows, TensorRows
+from embodied_rl.algorithms.batch import Rows
 from embodied_rl.errors import UserError
 from embodied_rl.policies.packing import KeptStructure, TokenSequence
 
@@ -22,7 +22,7 @@ VALUED = "valued"
 """Input of episodes, [B, T] bool: decisions with returns, the critic's targets. Absent: all have returns, or none."""
 
 
-class StoredRows(TensorRows):
+class StoredRows(Rows):
     """Stored steps, each with an action."""
 
     action: Tensor
@@ -88,7 +88,7 @@ class TransitionRows(StoredRows):
 
 
 @dataclass(frozen=True)
-class EpisodeRows(TensorRows):
+class EpisodeRows(Rows):
     """B episodes of at most T decisions, M decisions in all. A decision has U entries, the units of `algorithm.ratio`."""
 
     inputs: dict[str, Tensor]
@@ -227,7 +227,7 @@ class TokenBatch(Rows):
         """Concatenate parts, padded to the widest; fields that only some parts have (a critic's) are 0 in the others."""
         if len(parts) == 1:
             return parts[0]
-        width, named = max(part.mask.shape[1] for part in parts), [part._named() for part in parts]
+        width, named = max(part.mask.shape[1] for part in parts), [Rows.tensors(part) for part in parts]
 
         def whole(name: str, like: Tensor) -> Tensor:
             found = [own.get(name, torch.zeros_like(own["mask"], dtype=like.dtype)) for own in named]
@@ -247,7 +247,7 @@ class TokenBatch(Rows):
 
     def chosen(self, rows: Tensor) -> TokenBatch:
         """See `Rows.chosen`; the width stays."""
-        named = {name: value[rows] for name, value in self._named().items()}
+        named = {name: value[rows] for name, value in super().tensors().items()}
         return TokenBatch(tuple(self.sequences[int(number)] for number in rows), **named)
 
     def filler(self) -> TokenBatch:
@@ -259,12 +259,20 @@ class TokenBatch(Rows):
     def counts(self) -> Tensor:
         return self.mask.any(1)
 
+    @property
+    def device(self) -> torch.device:
+        return self.mask.device
+
+    def moved(self, device: torch.device) -> TokenBatch:
+        """See `Rows.moved`: the policy moves them."""
+        return self
+
     def tensors(self) -> dict[str, Tensor]:
         found = {
             "lengths": torch.tensor([len(sequence) for sequence in self.sequences]),
             "token_ids": torch.from_numpy(np.concatenate([sequence.token_ids for sequence in self.sequences]).astype(np.int64)),
             "evaluated": torch.from_numpy(np.concatenate([sequence.mask for sequence in self.sequences])),
-            **self._named(),
+            **super().tensors(),
         }
         if any(sequence.temperature != 1.0 for sequence in self.sequences):
             found["temperature"] = torch.tensor([sequence.temperature for sequence in self.sequences], dtype=torch.float64)
@@ -291,9 +299,6 @@ class TokenBatch(Rows):
         parts = zip(token_ids, evaluated, map(tuple, images), kept, temperatures, strict=True)
         sequences = tuple(TokenSequence(*part) for part in parts)
         return cls(sequences, **{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
-
-    def _named(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if name != "sequences" and value is not None}
 
 
 Adjustment = Literal["copy", "delete", "auto", "random_sample"]

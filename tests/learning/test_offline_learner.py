@@ -219,7 +219,7 @@ def test_the_trunk_of_images_learns_from_the_critics_alone() -> None:
     assert moved == {"trunk", "actor", "head", "critic"}
     executor = learner.learner.executor
     assert isinstance(executor, LocalExecutor)
-    assert not [name for name in executor.optimizer.groups["policy"].parameters if name.startswith("trunk")]
+    assert not [name for name in executor.optimizers["policy"].parameters if name.startswith("trunk")]
 
 
 def test_entropy_in_the_target_or_not() -> None:

@@ -179,7 +179,7 @@ def test_offloading_to_the_host_keeps_what_is_trained_there_and_trains_the_same(
             update(learner, batch, 0, 5, 0)
             updater.write_back()
             assert updater.rank is not None
-            optimizer = updater.rank.local.optimizer.groups[""]
+            optimizer = updater.rank.local.optimizers[""]
             held = [*optimizer.parameters.values(), *(part for name, part in optimizer.parts().items() if name != "step")]
             assert {tensor.device.type for tensor in held} == {"cpu" if offload else "cuda"}
         finally:

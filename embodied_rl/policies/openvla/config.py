@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known, shown
+from embodied_rl.bounds import Bounds, Layers, Size
+from embodied_rl.config.building import build
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.policies.model_folder import read_json
 
 if TYPE_CHECKING:
@@ -28,17 +30,17 @@ variant does not work with the other: every token sees </s>."""
 class ViTShape:
     """One vision transformer of the fused pair. Images are square, patches 14 × 14 pixels."""
 
-    width: int
-    depth: int
-    num_heads: int
-    mlp_width: int
-    num_registers: int = 0
+    width: Size
+    depth: Layers
+    num_heads: Size
+    mlp_width: Size
+    num_registers: Annotated[int, Bounds(0, 1_000_000)] = 0
     """Number of register tokens; with any there is a class token too (DINOv2), otherwise neither (SigLIP)."""
     layer_scale: bool = False
     attention_pool: bool = False
     """Whether there is a pooling head; this model never runs it, but its weights are part of the checkpoint."""
-    image_size: int = 224
-    patch_size: int = 14
+    image_size: Size = 224
+    patch_size: Size = 14
 
     @property
     def num_patches(self) -> int:
@@ -212,21 +214,11 @@ class OpenVLAConfig:
 
 
 def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] | None:
-    """`policy.vision` as shapes; None if empty. Raises UserError if a shape lacks an entry or has an unknown one."""
+    """`policy.vision` as shapes; None if empty. Raises UserError if a shape lacks an entry or has a wrong one."""
     if not given:
         return None
-    known = {one.name: one for one in fields(ViTShape)}
-    for index, shape in enumerate(given):
-        place = f"policy.vision[{index}]"
-        for name, value in shape.items():
-            require_known(name, known, f"{place}.{name} is not known.")
-            kind = bool if known[name].type == "bool" else int
-            if type(value) is not kind or value < 0:
-                raise UserError(f"{place}.{name} must be {'true or false' if kind is bool else 'a whole number'}, got {shown(value)}.")
-        if missing := [name for name, one in known.items() if one.default is MISSING and name not in shape]:
-            raise UserError(f"{place} lacks {', '.join(missing)}.")
-    first, second = given
-    return ViTShape(**first), ViTShape(**second)
+    first, second = (build(ViTShape, shape, f"policy.vision[{index}]") for index, shape in enumerate(given))
+    return first, second
 
 
 def _vision(raw: Mapping[str, Any], directory: Path) -> tuple[ViTShape, ViTShape]:

@@ -118,7 +118,7 @@ class VisionLanguageModel(nn.Module):
         config = OpenVLAConfig.read(directory, vision)
         with torch.device("meta"):
             model = cls(config, oft or config.noted_oft(directory))
-        extra = model.own_names()
+        extra = model.parts()
         _load_weights(model, directory, dtype=dtype, device=device, optional=extra)
         # Rotary frequencies are not in a checkpoint, and those of the meta device are empty.
         llama = model.language_model.model
@@ -130,32 +130,27 @@ class VisionLanguageModel(nn.Module):
     def save_pretrained(self, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write files that the original's code loads, with the same keys and `config.json`; OpenVLA-OFT's other modules into `PARTS`, its
         settings into `config.json`. The processor saves the tokenizer's files."""
-        own, parts = self.own_names(), self._parts()
+        parts, whole = self.parts(), self.state_dict()
         if parts:
-            save_state(parts, Path(directory) / PARTS)
-        state = {name: tensor for name, tensor in self.state_dict().items() if name not in own}
+            save_state({stored: whole[name] for name, stored in parts.items()}, Path(directory) / PARTS)
+        state = {name: tensor for name, tensor in whole.items() if name not in parts}
         config = self.config.to_json() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
         _save_weights(state, config if self.oft is None else config | {OFT_KEY: asdict(self.oft)}, Path(directory), max_shard_bytes)
 
-    def own_names(self) -> set[str]:
-        """Parameters that OpenVLA itself does not have."""
-        return {name for name in self.state_dict() if _name_in_parts(name) is not None}
-
-    def _parts(self) -> dict[str, Tensor]:
-        """{name in `PARTS`: tensor} of all modules that OpenVLA itself lacks."""
-        return {stored: tensor for name, tensor in self.state_dict().items() if (stored := _name_in_parts(name)) is not None}
+    def parts(self) -> dict[str, str]:
+        """{parameter that OpenVLA itself does not have: its name in `PARTS`}"""
+        return {name: stored for name in self.state_dict() if (stored := _name_in_parts(name)) is not None}
 
     def _load_parts(self, path: Path, dtype: torch.dtype | None, device: str | torch.device) -> None:
         """Load this model's parts, ignoring those of other variants. Raises UserError."""
         described = "the parts of OpenVLA-OFT" if self.oft is None else self.oft.parts
         if not path.exists():
             raise UserError(f"'{path}' is missing: it holds {described} (docs/openvla.md shows how to make it).")
-        state, whole = read_safetensors(path, dtype=dtype, device=device), self.state_dict()
-        places = {name: stored for name in whole if (stored := _name_in_parts(name)) is not None}
-        missing = [stored for stored in places.values() if stored not in state]
+        state, parts = read_safetensors(path, dtype=dtype, device=device), self.parts()
+        missing = [stored for stored in parts.values() if stored not in state]
         if missing:
             raise UserError(f"'{path}' lacks '{missing[0]}' and {len(missing) - 1} more of {described}.")
-        load_state(self, whole | {name: state[stored] for name, stored in places.items()}, str(path))
+        load_state(self, self.state_dict() | {name: state[stored] for name, stored in parts.items()}, str(path))
 
     # ---- what a policy computes ---------------------------------------------------------------------------------------
 

@@ -400,9 +400,9 @@ def test_a_folder_of_oft_is_not_taken_for_openvla(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"width": 32}, r"policy.vision\[0\] lacks depth, num_heads, mlp_width"),
-        ({"width": 32, "depht": 3}, r"policy.vision\[0\].depht is not known. Did you mean 'depth'\?"),
-        ({"width": "32"}, r"policy.vision\[0\].width must be a whole number, got '32'"),
+        ({"width": 32}, r"policy.vision\[0\].depth' is missing"),
+        ({"width": 32, "depht": 3}, r"policy.vision\[0\].depht' is not known. Did you mean 'depth'\?"),
+        ({"width": "32"}, r"policy.vision\[0\].width must be an integer, got '32'"),
     ],
 )
 def test_a_malformed_shape_is_one_line(given: dict[str, Any], message: str) -> None:
