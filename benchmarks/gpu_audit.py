@@ -188,7 +188,7 @@ def stages_of(policy: Policy, observation: dict[str, Tensor], layout: ActionLayo
         ones = torch.ones_like(value[0])
         advantage = ones[..., 0] if ones.ndim > 1 else ones
         rows = Batch(observation, acted[0].action, acted[0].log_prob, advantage, ones, value[0])
-        # What `take_step` does, without its one transfer: the row numbers to the device, the figures back.
+        # What `LocalExecutor.take` does, without its one transfer: the row numbers to the device, the figures back.
         minibatch, numbers = objective.begin(rows, kl_coef=0.0)
         optimizer.zero_grad()
         objective(policy, minibatch, numbers)[0].backward()

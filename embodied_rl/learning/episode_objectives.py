@@ -49,12 +49,6 @@ class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
         if credit.returns is not None:
             inputs["returns"] = credit.returns
 
-        def entries(flat: Tensor) -> Tensor:
-            """[M, U] or [M] → [B, T·U], with zeros elsewhere."""
-            whole = torch.zeros((*batch.shape, *flat.shape[1:]), dtype=flat.dtype)
-            whole[batch.row, batch.column] = flat
-            return whole.flatten(1)
-
         log_probs = {"old_log_prob": present, "reference_log_prob": reference}
         if self.config.ratio == "chunk":
             inputs["behaviour_log_prob"] = batch.behaviour_log_prob
@@ -62,10 +56,10 @@ class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
             log_probs["behaviour_log_prob"] = batch.unit_log_prob
         for name, flat in log_probs.items():
             if flat is not None:
-                inputs[name] = entries(at_level(flat, self.config.ratio, batch.unit_mask, self.steps(_HOST)))
+                inputs[name] = batch.scatter(at_level(flat, self.config.ratio, batch.unit_mask, self.steps(_HOST))).flatten(1)
         there = None if self.config.ratio == "chunk" else mask_at_level(batch.unit_mask, self.config.ratio, self.steps(_HOST))
         if there is not None:
-            inputs["mask"] = inputs["mask"] & entries(there)
+            inputs["mask"] = inputs["mask"] & batch.scatter(there).flatten(1)
         return EpisodeRows(inputs, batch.observation, batch.action, batch.row, batch.column, batch.unit_mask)
 
     def begin(self, rows: EpisodeRows, *, kl_coef: float) -> tuple[EpisodeRows, objectives.Numbers]:

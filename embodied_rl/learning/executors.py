@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig
@@ -27,61 +27,6 @@ from embodied_rl.policies.base import TrainedModule
 
 Figures = dict[str, float]
 """Figures of a step: the objective's metrics, ``loss``, and ``grad_norm`` before clipping."""
-
-
-def take_step(
-    policy: nn.Module,
-    optimizers: Mapping[str, Optimizer],
-    losses: Sequence[Callable[[], tuple[Tensor, Metrics]]],
-    learning_rate: float,
-    *,
-    summed: Callable[[Tensor], Tensor] = lambda totals: totals,
-    frees_gradients: bool = False,
-    threads: ThreadPoolExecutor | None = None,
-) -> Figures:
-    """Take one step on a minibatch, in micro-batches that each give loss and metrics; on ranks a collective call.
-
-    Takes no step if the loss or a gradient's norm is not finite: the caller checks both (`is_finite`).
-
-    Args:
-        optimizers: {group: optimizer of its parameters}; each clips its own gradients.
-        losses: one per micro-batch, already divided by the counts of the whole minibatch, and evaluated in turn.
-        summed: sums figures [k] over the ranks that train on other rows.
-        frees_gradients: free gradients after the step; False: before the next one.
-        threads: compute micro-batches of an unsharded policy in parallel; None: one after another.
-    """
-    parts: list[Metrics] = [{} for _ in losses]
-
-    def loss_of(part: int) -> Tensor:
-        loss, metrics = losses[part]()
-        parts[part] = {name: value.detach().double() for name, value in {**metrics, "loss": loss}.items()}
-        return loss
-
-    owners = list(optimizers.values())
-    for optimizer in owners:
-        optimizer.zero_grad()
-    inputs = [parameter for optimizer in owners for parameter in optimizer.inputs or ()]
-    computed = [functools.partial(loss_of, part) for part in range(len(losses))]
-    if threads is None:
-        fsdp.accumulate(policy, computed, inputs or None)
-    else:
-        accumulate_side_by_side(computed, inputs or [own for own in policy.parameters() if own.requires_grad], threads)
-    norms = [optimizer.clip() for optimizer in owners]
-    sums: Metrics = {}
-    for name, value in (item for part in parts for item in part.items()):  # in the order of the parts
-        sums[name] = sums[name] + value if name in sums else value
-    names = sorted(sums)
-    totals = summed(torch.stack([sums[name] for name in names]))
-    # One transfer for all numbers, which also shows whether this step may be taken.
-    values = torch.cat([totals, *(norm.to(totals)[None] for norm in norms)]).tolist()
-    figures = dict(zip([*names, *(norm_name(group) for group in optimizers)], values, strict=True))
-    if is_finite(figures):
-        for optimizer in owners:
-            optimizer.step(learning_rate)
-    if frees_gradients:
-        for optimizer in owners:
-            optimizer.zero_grad()
-    return figures
 
 
 def accumulate_side_by_side(losses: Sequence[Callable[[], Tensor]], parameters: Sequence[Tensor], threads: ThreadPoolExecutor) -> None:
@@ -227,19 +172,49 @@ class LocalExecutor(Executor):
         learning_rate: float,
         summed: Callable[[Tensor], Tensor] = lambda totals: totals,
     ) -> Figures:
-        """`take_step` on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
+        """Take one step on rows in these micro-batches (`Part`), with the numbers of the whole minibatch; on ranks a collective call.
 
-        def loss_of(places: list[int]) -> tuple[Tensor, Metrics]:
-            return objective(self.policy, rows_at(rows, places).moved(self.device), numbers)
+        Takes no step if the loss or a gradient's norm is not finite: the caller checks both (`is_finite`).
+        `summed`: sums figures [k] over the ranks that train on other rows.
+        """
+        parts: list[Metrics] = [{} for _ in micro]
 
-        losses = [functools.partial(loss_of, places) for places in micro]
-        stepped = {group: self.optimizers[group] for group in objective.groups}
-        given: dict[str, Any] = {"summed": summed, "frees_gradients": objective.frees_gradients, "threads": self._threads}
+        def loss_of(part: int) -> Tensor:
+            loss, metrics = objective(self.policy, rows_at(rows, micro[part]).moved(self.device), numbers)
+            parts[part] = {name: value.detach().double() for name, value in {**metrics, "loss": loss}.items()}
+            return loss
+
+        owners = [self.optimizers[group] for group in objective.groups]
+        for optimizer in owners:
+            optimizer.zero_grad()
         with repeatable(self.device):
-            figures = take_step(self.policy, stepped, losses, learning_rate, **given)
+            self._accumulate([functools.partial(loss_of, part) for part in range(len(micro))], owners)
+            norms = [optimizer.clip() for optimizer in owners]
+            sums: Metrics = {}
+            for name, value in (item for part in parts for item in part.items()):  # in the order of the parts
+                sums[name] = sums[name] + value if name in sums else value
+            names = sorted(sums)
+            totals = summed(torch.stack([sums[name] for name in names]))
+            # One transfer for all numbers, which also shows whether this step may be taken.
+            values = torch.cat([totals, *(norm.to(totals)[None] for norm in norms)]).tolist()
+            figures = dict(zip([*names, *(norm_name(group) for group in objective.groups)], values, strict=True))
+            if is_finite(figures):
+                for optimizer in owners:
+                    optimizer.step(learning_rate)
+        if objective.frees_gradients:  # now instead of before the next step
+            for optimizer in owners:
+                optimizer.zero_grad()
         if is_finite(figures):
             objective.stepped(self.policy)
         return figures
+
+    def _accumulate(self, losses: Sequence[Callable[[], Tensor]], owners: Sequence[Optimizer]) -> None:
+        """Add up the gradients of micro-batches, one after another or in threads."""
+        inputs = [parameter for optimizer in owners for parameter in optimizer.inputs or ()]
+        if self._threads is None:
+            fsdp.accumulate(self.policy, losses, inputs or None)
+        else:
+            accumulate_side_by_side(losses, inputs or [own for own in self.policy.parameters() if own.requires_grad], self._threads)
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         size = forward_rows(self.policy, self.config)

@@ -319,10 +319,10 @@ def saved_tensors(policy: TrainedModule) -> dict[str, Tensor]:
 
 
 def load_saved(policy: TrainedModule, tensors: Mapping[str, Tensor]) -> None:
-    """Load what `saved_tensors` returned. Raises KeyError if names differ."""
-    if (differing := saved_tensors(policy).keys() ^ tensors.keys()) != set():
+    """Load what `saved_tensors` returned, or the whole state. Raises KeyError if names differ."""
+    missing, unknown = policy.load_state_dict(dict(tensors), strict=False)
+    if differing := [*unknown, *(saved_tensors(policy).keys() & set(missing))]:
         raise KeyError(f"{sorted(differing)[0]} is not a tensor of both the policy and what was saved")
-    policy.load_state_dict(dict(tensors), strict=False)
 
 
 def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:

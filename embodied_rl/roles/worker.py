@@ -39,7 +39,7 @@ from embodied_rl.methods.streams import (
     streams_of,
 )
 from embodied_rl.methods.warm_start import play_script
-from embodied_rl.policies.base import TrainedModule, saved_tensors
+from embodied_rl.policies.base import load_saved
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.device_lease import DeviceLease, hosted_sim, plan_here
@@ -91,7 +91,7 @@ class OwnPolicy:
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Act with these weights as `version` from now on: the whole state, or the output of `TrainedModule.unmerged_weights`."""
-        _take(self.policy, tensors)
+        load_saved(self.policy, dict(tensors))
         self.generator.publish(version)
 
 
@@ -175,17 +175,10 @@ class LoadedActing(WorkerActing):
                 self.policies[name].load(version, named)
             else:
                 if (merging := self._merging.get(name)) is not None:
-                    _take(merging, named)
+                    load_saved(merging, dict(named))
                 for (policy, _), backend in self.backends.items():
                     if policy == name:
                         backend.load_weights(version, named if merging is None else merging.named_weights())
-
-
-def _take(policy: TrainedModule, tensors: Iterable[tuple[str, Any]]) -> None:
-    """Load the output of `TrainedModule.unmerged_weights`. Raises ValueError if names differ."""
-    missing, unknown = policy.load_state_dict(dict(tensors), strict=False)
-    if differing := [*unknown, *(saved_tensors(policy).keys() & set(missing))]:
-        raise ValueError(f"{differing[0]} is not a tensor of both the policy and what was published")
 
 
 for _kind in (Lesson, Outcome, ReplayFigures, Report, SourceEpisode, Start):

@@ -7,7 +7,6 @@ import copy
 import torch
 from torch import nn
 
-from embodied_rl.learning.executors import take_step
 from embodied_rl.learning.optimizer import Optimizer
 
 
@@ -24,7 +23,10 @@ def test_gradients_of_channels_last_images_reach_the_weights_they_belong_to() ->
     adam = Optimizer(dict(network.named_parameters()), eps=1e-8, max_grad_norm=0.5)
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-8, weight_decay=0.0, fused=False, foreach=False)
     for _ in range(3):
-        take_step(network, {"": adam}, [lambda: ((network(image) - target).square().sum(), {})], 1e-2)
+        adam.zero_grad()
+        (network(image) - target).square().sum().backward()
+        adam.clip()
+        adam.step(1e-2)
         plain.zero_grad()
         (reference(image) - target).square().sum().backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
