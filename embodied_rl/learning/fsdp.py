@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import UserError
@@ -89,7 +90,8 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     blocks = blocks_of(module)
     if config.checkpoint_activations:
         for block in blocks:
-            _recompute(block)
+            # On the instance and below the module's hooks, so that names stay and FSDP's view does not change.
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     data_mesh = mesh["shard"] if config.num_replicas == 1 else mesh["replicate", "shard"]
     offload = CPUOffloadPolicy(pin_memory=True) if config.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
     low = torch.bfloat16 if config.precision == "bfloat16" else None
@@ -182,7 +184,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
     squared = 0.0
     for key, total in sums.items():
         for group in meshes[key]:
-            total = _on_group_device(total, group)
+            if dist.get_backend(group) == "nccl" and total.device.type == "cpu":
+                total = total.cuda()  # NCCL reduces only on GPUs, and offloaded gradients are on the host
             dist.all_reduce(total, group=group)
         squared += float(total)
     norm = math.sqrt(squared) if squared >= 0 else math.nan
@@ -261,18 +264,6 @@ def _beside(module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Children with parameters that contain none of the blocks."""
     inside = set(blocks)
     return [child for child in module.children() if inside.isdisjoint(child.modules()) and any(True for _ in child.parameters())]
-
-
-def _recompute(block: nn.Module) -> None:
-    """Checkpoint a block's forward: on the instance and below the module's hooks, so that names stay and FSDP's view does not change."""
-    from torch.utils.checkpoint import checkpoint
-
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def _on_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Move a tensor to the group's device: NCCL reduces only on GPUs, and offloaded gradients are on the host."""
-    return tensor.cuda() if dist.get_backend(group) == "nccl" and tensor.device.type == "cpu" else tensor
 
 
 # ---- tensor parallelism by a transformers model's own plan: columns and rows of its linear layers ----------------------------------------

@@ -110,9 +110,13 @@ class Learner:
             return {"minibatches": 0.0, "learning_rate": rate}
         with compute_threads(self.compute_threads):
             self.executor.begin(self.objective, counted)
-            indices, weight = self._adjusted(counted.num_rows, max(minibatch_rows, 1), seed)
+            minibatch_rows = max(minibatch_rows, 1)
+            indices, weight = np.arange(counted.num_rows), np.ones(counted.num_rows, np.float32)
+            if config.adjust_batch is not None:
+                divisors = [minibatch_rows, self.executor.num_parts * (config.micro_batch_size or 1)]
+                indices, weight = adjust_rows(counted.num_rows, divisors=divisors, mode=config.adjust_batch, seed=[*seed, _ADJUST])
             for _ in range(config.num_epochs):
-                minibatches = shuffled(generator, len(indices), max(minibatch_rows, 1))
+                minibatches = shuffled(generator, len(indices), minibatch_rows)
                 chosen = [own for places in minibatches if len(own := indices[places][weight[places] > 0])]
                 epochs.append([self._step(self.objective, counted, own, rate, kl_coef) for own in chosen])
                 if config.target_kl is not None and np.mean([figures["approx_kl"] for figures in epochs[-1]]) > config.target_kl:
@@ -121,14 +125,6 @@ class Learner:
         shown = [name for name in taken[0] if name != "loss" or self.objective.shows_loss]
         means = {name: float(np.mean([figures[name] for figures in taken])) for name in shown}
         return {**means, **self.objective.summary(rows, len(epochs), len(taken)), "learning_rate": rate}
-
-    def _adjusted(self, num_rows: int, minibatch_rows: int, seed: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of an update and their weights: all of them, or adjusted as `algorithm.adjust_batch` says."""
-        config = self.config
-        if config.adjust_batch is None:
-            return np.arange(num_rows), np.ones(num_rows, np.float32)
-        divisors = [minibatch_rows, self.executor.num_parts * (config.micro_batch_size or 1)]
-        return adjust_rows(num_rows, divisors=divisors, mode=config.adjust_batch, seed=[*seed, _ADJUST])
 
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
         """Learn the masked tokens by cross-entropy; return the last epoch's mean loss. The optimizer's state is cleared afterwards.

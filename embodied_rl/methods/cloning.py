@@ -208,17 +208,12 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         weights = [self.steps[domain].weight for domain in held]
         figures = {name: float(np.average([own[name] for own in found.values()], weights=weights)) for name in found[next(iter(found))]}
         if self.options.patience is not None:
-            self._waited = 0 if self._keep_if_best(figures["validation_loss"]) else self._waited + 1
+            self._waited += 1
+            if figures["validation_loss"] < self.best_loss:
+                self.best_loss, self._waited = figures["validation_loss"], 0
+                self._best = {name: value.detach().cpu().clone() for name, value in self.policy.state_dict().items()}
             self.finished = self._waited >= self.options.patience
         return figures | {name: value for domain, own in found.items() if len(found) > 1 for name, value in prefixed(domain, own).items()}
-
-    def _keep_if_best(self, loss: float) -> bool:
-        """Keep the present weights if no validation loss was lower."""
-        if loss >= self.best_loss:
-            return False
-        self.best_loss = loss
-        self._best = {name: value.detach().cpu().clone() for name, value in self.policy.state_dict().items()}
-        return True
 
     def finish(self, run_dir: Path) -> None:
         """Load the weights with the lowest validation loss; DAgger keeps the last ones, which have seen the most answers."""

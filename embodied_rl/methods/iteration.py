@@ -249,8 +249,10 @@ class StreamsMethod(Method):
 
     def played_state(self) -> dict[str, Any]:
         """The part of `state_dict` that belongs to playing: the queue, and where episodes start."""
-        queue = {} if self.queue is None else {"queue": self.queue.state_dict()}
-        return {**queue, **self.starts.of_method(self.queue)}
+        state = {} if self.queue is None else {"queue": self.queue.state_dict()}
+        if libraries := self.starts.state(self.queue):
+            state["starts"] = libraries.get("", libraries)  # a run's only domain without its name
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         state, own = self.played_state(), {name: learner.state_dict() for name, learner in self.learners.items()}
@@ -262,7 +264,8 @@ class StreamsMethod(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, learner in self.learners.items():
             learner.load_state_dict(state["roles"][name] if name else state)
-        self.starts.load_of_method(state)
+        if libraries := self.starts.libraries:
+            self.starts.load({"": state["starts"]} if "" in libraries else state["starts"])
         if self.queue is not None:
             self._go_on_with(state["queue"])
         if self.finished:  # a finished run is resumed to train for longer

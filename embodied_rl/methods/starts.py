@@ -34,11 +34,6 @@ class Starts:
         """{domain: its start library}"""
         return {stream.domain: stream.starts for stream in self._streams if stream.starts is not None}
 
-    @property
-    def wanted(self) -> bool:
-        """Whether any group starts inside another episode."""
-        return bool(self.libraries)
-
     def record(self) -> None:
         """Let experts play the episodes that groups start in, at the beginning of a run; a resumed run has them in its checkpoint.
         Raises UserError."""
@@ -82,16 +77,6 @@ class Starts:
     def state(self, queue: GroupQueue | None = None) -> dict[str, Any]:
         """{domain: state that a resume needs}, JSON-able; empty if all groups start ordinarily."""
         return {domain: starts.state_dict(self._in_flight(domain, queue) or ()) for domain, starts in self.libraries.items()}
-
-    def of_method(self, queue: GroupQueue | None = None) -> dict[str, Any]:
-        """`state` as a part of the method's state; a run's only domain without its name."""
-        libraries = self.state(queue)
-        return {"starts": libraries.get("", libraries)} if libraries else {}
-
-    def load_of_method(self, state: Mapping[str, Any]) -> None:
-        """`load` from a method's state."""
-        if self.wanted:
-            self.load({"": state["starts"]} if "" in self.libraries else state["starts"])
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a `state`. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""

@@ -11,7 +11,7 @@ from embodied_rl.config import PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
 from embodied_rl.policies.heads import Categorical, DiagonalGaussian, Head, SquashedGaussian
-from embodied_rl.types import ActionSpec, SimSpec
+from embodied_rl.types import SimSpec
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
@@ -28,7 +28,9 @@ class ActorCritic(Policy):
         self.config = self.built_from = config
         self.spec = spec
         self._keys = _keys_read(config, spec)
-        self.head: Head = _make_head(config, spec.action)
+        gaussian = {"gaussian": DiagonalGaussian, "squashed": SquashedGaussian}[config.distribution]
+        discrete = spec.action.kind == "discrete"
+        self.head: Head = Categorical(spec.action.num_actions) if discrete else gaussian(spec.action.dim, config.init_log_std)
         shape = spec.tensors[self._keys[0]].shape
         self.normalizer: RunningNorm | None = None
         self.trunk: nn.Module | None = None
@@ -281,12 +283,6 @@ def make_mlp(size: int, hidden_sizes: tuple[int, ...], num_outputs: int, activat
         size = width
     layers.append(_orthogonal(nn.Linear(size, num_outputs), output_gain))
     return nn.Sequential(*layers)
-
-
-def _make_head(config: PolicyConfig, action: ActionSpec) -> Head:
-    if action.kind == "discrete":
-        return Categorical(action.num_actions)
-    return {"gaussian": DiagonalGaussian, "squashed": SquashedGaussian}[config.distribution](action.dim, config.init_log_std)
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:

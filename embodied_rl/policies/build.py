@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from embodied_rl.config import AnyPolicyConfig, CustomPolicyConfig
 from embodied_rl.config.building import check_constructor, require
@@ -19,9 +20,12 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     New weights come from torch's global generator, so seed it first.
     Raises UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
     """
+    build = load_target(BUILDERS[config.name])
     if config.name in MADE_OF_SIZES:
-        _require_memory(config, spec)
-    policy: Policy = load_target(BUILDERS[config.name])(config, spec)
+        with torch.device("meta"):  # shapes without memory, and without drawing random numbers
+            parts = parameter_bytes(build(config, spec))
+        require_memory(f"policy.name={config.name} with these sizes", parts, "policy.hidden_sizes, or policy.width,")
+    policy: Policy = build(config, spec)
     policy.built_from = config
     return policy
 
@@ -39,15 +43,6 @@ BUILDERS: dict[str, str] = {
 
 MADE_OF_SIZES = ("actor_critic", "flow", "tiny_vla")
 """Kinds whose configuration sets the networks' sizes; for the others the checkpoint does."""
-
-
-def _require_memory(config: AnyPolicyConfig, spec: SimSpec) -> None:
-    """Raise UserError if training the policy needs more memory than this machine has."""
-    import torch
-
-    with torch.device("meta"):  # shapes without memory, and without drawing random numbers
-        policy: Policy = load_target(BUILDERS[config.name])(config, spec)
-    require_memory(f"policy.name={config.name} with these sizes", parameter_bytes(policy), "policy.hidden_sizes, or policy.width,")
 
 
 POLICIES = Registry("policy", "policies", {})
@@ -84,8 +79,6 @@ def build_custom(config: CustomPolicyConfig, spec: SimSpec) -> Policy:
 def _check_contract(policy: Policy, target: str) -> None:
     """Raise UserError if what a user's policy returns for two observations of zeros does not fit the contract of `Policy`. Policies that
     translate actions or read texts are not tried."""
-    import torch
-
     parts, layout = {key: policy.spec.observation[key] for key in policy.observation_keys}, policy.action_layout
     if next(policy.parameters(), None) is None:
         raise UserError(f"'{target}' has no parameters to learn: its layers must be attributes that are torch modules.")

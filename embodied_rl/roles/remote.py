@@ -179,7 +179,7 @@ class RemoteWorker(Simulators):
             self._worker_pids = self._handle.call("describe")["worker_pids"]
             if self.policy is not None:
                 self._handle.call("take_models", models=self.models)
-                if self.starts is not None and self.starts.wanted:
+                if self.starts is not None and self.starts.libraries:
                     self._handle.call("load_starts", states=self.starts.now)
                 if self._recorded:
                     self._handle.call("record", **self._recorded)

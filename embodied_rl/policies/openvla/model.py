@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -118,8 +118,15 @@ class VisionLanguageModel(nn.Module):
         config = OpenVLAConfig.read(directory, vision)
         with torch.device("meta"):
             model = cls(config, oft or config.noted_oft(directory))
-        extra = model.parts()
-        _load_weights(model, directory, dtype=dtype, device=device, optional=extra)
+        extra, wanted, found = model.parts(), model.state_dict(), set[str]()
+        for path in weight_files(directory, "model"):  # shard by shard: memory contains at most the model and one shard
+            state = read_safetensors(path, dtype=dtype, device=device)
+            check_names(directory, wanted, state)
+            found |= state.keys()
+            model.load_state_dict(state, strict=False, assign=True)
+        missing = [name for name in wanted if name not in found and name not in extra]
+        if missing:
+            raise UserError(f"The checkpoint in '{directory}' lacks {names_of(missing)}. Is it complete, and OpenVLA's?")
         # Rotary frequencies are not in a checkpoint, and those of the meta device are empty.
         llama = model.language_model.model
         llama.rotary_emb = type(llama.rotary_emb)(llama.config).to(device)
@@ -129,13 +136,31 @@ class VisionLanguageModel(nn.Module):
 
     def save_pretrained(self, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write files that the original's code loads, with the same keys and `config.json`; OpenVLA-OFT's other modules into `PARTS`, its
-        settings into `config.json`. The processor saves the tokenizer's files."""
-        parts, whole = self.parts(), self.state_dict()
+        settings into `config.json`. The processor saves the tokenizer's files.
+
+        Files are written under temporary names and renamed, the index and the configuration last. Weights left from an earlier save are
+        removed.
+        """
+        from huggingface_hub import split_torch_state_dict_into_shards  # a dependency of transformers
+
+        directory, parts, whole = Path(directory), self.parts(), self.state_dict()
         if parts:
-            save_state({stored: whole[name] for name, stored in parts.items()}, Path(directory) / PARTS)
+            save_state({stored: whole[name] for name, stored in parts.items()}, directory / PARTS)
         state = {name: tensor for name, tensor in whole.items() if name not in parts}
+        split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_bytes)
+        for file, keys in split.filename_to_tensors.items():
+            save_state({key: state[key] for key in keys}, directory / file)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+            write_atomic(directory / INDEX, json.dumps(index, indent=2))
+        else:
+            (directory / INDEX).unlink(missing_ok=True)
+        for stale in {*directory.glob("model-?????-of-?????.safetensors"), directory / SINGLE}:
+            if stale.name not in split.filename_to_tensors:
+                stale.unlink(missing_ok=True)
         config = self.config.to_json() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
-        _save_weights(state, config if self.oft is None else config | {OFT_KEY: asdict(self.oft)}, Path(directory), max_shard_bytes)
+        config |= {} if self.oft is None else {OFT_KEY: asdict(self.oft)}
+        write_atomic(directory / "config.json", json.dumps(config, indent=2, sort_keys=True))
 
     def parts(self) -> dict[str, str]:
         """{parameter that OpenVLA itself does not have: its name in `PARTS`}"""
@@ -311,51 +336,3 @@ def attention_mask(mask: Tensor, *, causal: bool) -> Tensor:
     if not causal:
         return seen
     return seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-
-
-# ---- `config.json` and safetensors, in one file or several with an index; published ones load, and the original's code reads ours -------
-
-
-def _load_weights(
-    model: nn.Module,
-    directory: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    optional: Collection[str] = (),
-) -> None:
-    """Fill a model on the meta device, shard by shard: memory contains at most the model and one tensor.
-    `optional`: names that the main files need not contain (they have separate files).
-    Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape."""
-    wanted = model.state_dict()
-    found: set[str] = set()
-    for path in weight_files(directory, "model"):
-        state = read_safetensors(path, dtype=dtype, device=device)
-        check_names(directory, wanted, state)
-        found |= state.keys()
-        model.load_state_dict(state, strict=False, assign=True)
-    missing = [name for name in wanted if name not in found and name not in optional]
-    if missing:
-        raise UserError(f"The checkpoint in '{directory}' lacks {names_of(missing)}. Is it complete, and OpenVLA's?")
-
-
-def _save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], directory: Path, max_shard_bytes: int) -> None:
-    """Write `config.json` and the weights, in one file or in shards of at most `max_shard_bytes`.
-
-    Files are written under temporary names and renamed, the index last. Weights left from an earlier save are removed.
-    """
-    from huggingface_hub import split_torch_state_dict_into_shards  # a dependency of transformers
-
-    split = split_torch_state_dict_into_shards(dict(state), max_shard_size=max_shard_bytes)
-    for name, keys in split.filename_to_tensors.items():
-        save_state({key: state[key] for key in keys}, directory / name)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        write_atomic(directory / INDEX, json.dumps(index, indent=2))
-    else:
-        (directory / INDEX).unlink(missing_ok=True)
-    for stale in {*directory.glob("model-?????-of-?????.safetensors"), directory / SINGLE} - {
-        directory / name for name in split.filename_to_tensors
-    }:
-        stale.unlink(missing_ok=True)
-    write_atomic(directory / "config.json", json.dumps(config, indent=2, sort_keys=True))
