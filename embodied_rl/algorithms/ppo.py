@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +98,8 @@ class PPO(StepRewards):
         arrays = {"reward": reward, "terminated": rollout.terminated, "truncated": rollout.truncated, **vars(values)}
         taken = {name: torch.from_numpy(array) for name, array in info.taken(arrays).items()}
         if not info.own:
-            return (gae if steps is None else action_gae)(**taken, **options)
+            estimate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gae if steps is None else action_gae
+            return estimate(**taken, **options)
         result = info.load()(**taken, **options)
         pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, torch.Tensor) for part in result)
         if not pair or any(part.shape != reward.shape for part in result):

@@ -119,7 +119,7 @@ class VisionLanguageModel(nn.Module):
         with torch.device("meta"):
             model = cls(config, oft or config.noted_oft(directory))
         extra, wanted, found = model.parts(), model.state_dict(), set[str]()
-        for path in weight_files(directory, "model"):  # shard by shard: memory contains at most the model and one shard
+        for path in weight_files(directory, "model"):  # shard by shard: memory contains at most the model and one tensor
             state = read_safetensors(path, dtype=dtype, device=device)
             check_names(directory, wanted, state)
             found |= state.keys()
