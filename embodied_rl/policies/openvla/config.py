@@ -141,10 +141,7 @@ class OpenVLAConfig:
 
     def noted_oft(self, directory: Path) -> OFTConfig | None:
         """The settings that `VisionLanguageModel.save_pretrained` wrote; None: there are none. Raises UserError if they are damaged."""
-        try:
-            return OFTConfig(**self.raw[OFT_KEY]) if OFT_KEY in self.raw else None
-        except TypeError as error:
-            raise UserError(f"'{directory}/config.json': entry '{OFT_KEY}' is damaged: {error}.") from error
+        return build(OFTConfig, self.raw[OFT_KEY], f"{directory}/config.json: {OFT_KEY}") if OFT_KEY in self.raw else None
 
     def llama(self) -> LlamaConfig:
         """The language model's configuration, with torch's fused attention. Raises MissingExtraError without transformers."""
