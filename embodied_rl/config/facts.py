@@ -107,8 +107,9 @@ class Run:
     def lora_targets(self) -> tuple[str, ...]:
         """Layers of the policy that get a LoRA adapter; empty: none."""
         policy = self.policy
-        adapts = isinstance(policy, policies.LanguageConfig | policies.OpenVLAPolicyConfig) and policy.lora_rank > 0
-        return policy.lora_targets if adapts else ()
+        if isinstance(policy, policies.LanguageConfig | policies.OpenVLAPolicyConfig) and policy.lora_rank > 0:
+            return policy.lora_targets
+        return ()
 
     @property
     def has_adapter(self) -> bool:
