@@ -544,7 +544,7 @@ class Messages(Interface):
         for number, item in enumerate(items):
             if number == 0:
                 usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
-                empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+                empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
                 yield _message_event("message_start", message={**_message_head(completion_id, model), **empty})
             new = item if isinstance(item, str) else item.after(sent)
             if new:
