@@ -313,7 +313,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
     for field in ("action", "reward", "terminated", "truncated"):
         notes.add(field, "kept")
     notes.add("success", "kept", "infos/success")
-    seen = _Texts()
+    seen: _Texts = {}
     (folder / "data").mkdir()
     data = folder / "data" / DATA_FILE
     _write_h5(data, recording, kept, notes, seen, advance)
@@ -340,19 +340,14 @@ def dataset_id(target: Path) -> str:
     return found
 
 
-class _Texts:
-    """Requirements on text spaces, longest text and letters, by observation key (`_ACTION` for actions)."""
-
-    def __init__(self) -> None:
-        self.longest: dict[str, int] = {}
-        self.letters: dict[str, set[str]] = {}
-
-    def add(self, key: str, texts: np.ndarray) -> None:
-        self.longest[key] = max(self.longest.get(key, 0), *map(len, texts))
-        self.letters.setdefault(key, set()).update(*texts)
-
-
+_Texts = dict[str, tuple[int, frozenset[str]]]
+"""Requirements on text spaces, longest text and letters, by observation key (`_ACTION` for actions)."""
 _ACTION = "\0action"
+
+
+def _note_texts(seen: _Texts, key: str, texts: np.ndarray) -> None:
+    longest, letters = seen.get(key, (0, frozenset()))
+    seen[key] = max(longest, *map(len, texts)), letters.union(*texts)
 
 
 def _write_h5(
@@ -372,11 +367,11 @@ def _write_h5(
             for key, part in kept.items():
                 write_array(group, "observations" if tuple(kept) == ("state",) else f"observations/{key}", episode.observation[key])
                 if isinstance(part, VariableSpec):
-                    seen.add(key, episode.observation[key])
+                    _note_texts(seen, key, episode.observation[key])
             kind = recording.spec.action.kind
             write_array(group, "actions", episode.action.reshape(-1) if kind == "discrete" else episode.action)
             if kind == "text":
-                seen.add(_ACTION, episode.action)
+                _note_texts(seen, _ACTION, episode.action)
             write_array(group, "rewards", episode.reward)
             write_array(group, "terminations", episode.terminated)
             write_array(group, "truncations", episode.truncated)
@@ -389,7 +384,7 @@ def _write_h5(
 def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec], name: str, seen: _Texts) -> dict[str, Any]:
     info = recording.info
     about = {name: info.metadata[name] for name in _ABOUT if name in info.metadata} if info.metadata.get("format") == "minari" else {}
-    texts = {key: (seen.longest[key], "".join(sorted(seen.letters[key]))) for key in seen.longest}
+    texts = {key: (longest, "".join(sorted(letters))) for key, (longest, letters) in seen.items()}
     return {
         **about,
         "dataset_id": name,
