@@ -40,7 +40,9 @@ HELD_OUT = 2**30
 
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_shortly(tmp_path_factory.mktemp("cartpole") / "run", "sim=cartpole", "total_steps=2048", "algorithm.num_epochs=8")
+    """A run with checkpoints at 1,024 and 2,048 steps."""
+    words = ["sim=cartpole", "total_steps=2048", "checkpoint.every_steps=1024", "checkpoint.keep_last=5", "algorithm.num_epochs=8"]
+    return train_shortly(tmp_path_factory.mktemp("cartpole") / "run", *words)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +258,7 @@ def test_a_task_asked_for_by_name_needs_equal_spaces_only(reach: Path) -> None:
         (["checkpoint=RUN", "sim=cartpol"], "Simulator 'cartpol' is not known. Did you mean 'cartpole'?"),
         (["checkpoint=RUN", "sim=pendulum"], "was made for another simulator: observation 'state' [4] float32 ≠ [3] float32; action"),
         (["checkpoint=RUN", "sim.task=CartPole-v9"], "CartPole-v9"),
-        (["checkpoint=RUN/checkpoints/step_000000512"], "does not exist. Checkpoints beside it: step_000002048"),
+        (["checkpoint=RUN/checkpoints/step_000000512"], "does not exist. Checkpoints beside it: step_000001024, step_000002048"),
         (["checkpoint=nowhere"], "Checkpoint 'nowhere' does not exist"),
     ],
 )
@@ -304,21 +306,8 @@ def test_figures_are_shown_even_if_the_file_cannot_be_written(cartpole: Path, tm
 # ---- several checkpoints --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def balancing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints at 1,024 and 2,048 steps."""
-    return train_shortly(
-        tmp_path_factory.mktemp("balancing") / "run",
-        "sim=cartpole",
-        "total_steps=2048",
-        "checkpoint.every_steps=1024",
-        "checkpoint.keep_last=5",
-        "algorithm.num_epochs=8",
-    )
-
-
-def test_two_checkpoints_are_compared_seed_by_seed(balancing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, last = (balancing / "checkpoints" / name for name in ("step_000001024", "step_000002048"))
+def test_two_checkpoints_are_compared_seed_by_seed(cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = (cartpole / "checkpoints" / name for name in ("step_000001024", "step_000002048"))
     output = tmp_path / "both.json"
     main([f"checkpoint={last}", f"against={first}", "num_episodes=8", "seed=5", f"output={output}", "sim.num_slots=3"])
     shown = capsys.readouterr().out
@@ -354,13 +343,13 @@ def by_all_signs(differences: list[float]) -> float:
     return statistics.fmean(total >= abs(sum(differences)) - 1e-9 for total in sums)
 
 
-def test_a_pattern_plays_all_and_each_is_compared_with_random(balancing: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [f"checkpoint={balancing}/checkpoints/step_*", "against=random", "num_episodes=6"]
+def test_a_pattern_plays_all_and_each_is_compared_with_random(cartpole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"checkpoint={cartpole}/checkpoints/step_*", "against=random", "num_episodes=6"]
     for _ in range(2):
         main(arguments)
     shown = capsys.readouterr().out
-    document = json.loads((balancing / "comparison.json").read_text(encoding="utf-8"))
-    assert (balancing / "comparison_2.json").is_file(), "an earlier comparison is kept"
+    document = json.loads((cartpole / "comparison.json").read_text(encoding="utf-8"))
+    assert (cartpole / "comparison_2.json").is_file(), "an earlier comparison is kept"
     assert [one["label"] for one in document["evaluations"]] == ["step 1024", "step 2048", "random"]
     assert [one["policy"] for one in document["comparisons"]] == ["step 1024", "step 2048"]
     p_values = [one["return_p_value"] for one in document["comparisons"]]
