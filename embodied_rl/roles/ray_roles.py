@@ -51,7 +51,7 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
 
 _GENERATION = "GenerationWorker"
-_OF_TOKENS = ("submit", "poll", "abort", "pause", "resume", "release_memory", "restore_memory", "forget")
+_OF_TOKENS = ("submit", "poll", "abort", "release_memory", "restore_memory", "forget")
 """Token backend methods that may be called by name."""
 
 

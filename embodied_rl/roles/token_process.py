@@ -43,12 +43,6 @@ class TokensElsewhere(TokenBackend):
     can_constrain: bool = False
     """See `TokenBackend`; known when the other process has started."""
 
-    def pause(self) -> None:
-        self._ask("pause")
-
-    def resume(self) -> None:
-        self._ask("resume")
-
     def restore_memory(self) -> None:
         self._ask("restore_memory")
 
@@ -213,15 +207,12 @@ class _Host:
         self._link = link
         self._in_flight: set[int] = set()
         self._ready: list[Completion] = []
-        self._stands = False
         self.asked: dict[str, Callable[..., Any]] = {
             "can_constrain": lambda: self.backend.can_constrain,
             "submit": self._submit,
             "poll": self._poll,
             "abort": self.backend.abort,
             "load": self.backend.load_weights,
-            "pause": lambda: self._stand(True),
-            "resume": lambda: self._stand(False),
             "release_memory": self.backend.release_memory,
             "restore_memory": self.backend.restore_memory,
             "forget": self.backend.forget,
@@ -229,7 +220,7 @@ class _Host:
         self.works_after = self.asked.keys()
 
     def pump(self) -> bool:
-        if self._stands or not self._in_flight:
+        if not self._in_flight:
             return False
         found = self.backend.poll(1, 0.0)
         self._in_flight.difference_update(completion.request_id for completion in found)
@@ -262,10 +253,6 @@ class _Host:
         except UserError as error:
             self._in_flight.discard(request.request_id)
             self._ready.append(Completion.failed(request.request_id, Failure("rejected", str(error))))
-
-    def _stand(self, stands: bool) -> None:
-        (self.backend.pause if stands else self.backend.resume)()
-        self._stands = stands
 
 
 if __name__ == "__main__":
