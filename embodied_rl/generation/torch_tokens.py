@@ -139,6 +139,8 @@ class SlabLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write the new tokens [n, heads, q, D] after each row of the step; return [n, heads, w, D], views of a span."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         own_keys, own_values = self.held
         rows, places, width = self._slab.rows, self._slab.places, self._slab.width
         own_keys[rows[:, None], :, places] = key_states.transpose(1, 2)
@@ -181,21 +183,12 @@ class SlabCache(Cache):
 
     @property
     def spare_column(self) -> int:
-        """Column that no row attends to: a step writes the tokens of rows without a request there."""
+        """Column that no token of a request attends to: a step writes its padding there."""
         return self.num_columns
 
-    def begin_step(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device, num_new: int) -> None:
-        """Set the lengths of these rows; the next forward appends `num_new` tokens to each."""
-        self.width = max(lengths) + num_new
-        self.make_room(self.width)
-        self.rows = torch.tensor(rows, device=device)
-        self.span = slice(rows[0], rows[-1] + 1) if list(rows) == list(range(rows[0], rows[-1] + 1)) else None
-        self.places = torch.tensor(lengths, device=device)[:, None] + torch.arange(num_new, device=device)
-
-    def begin_first(self, places: Tensor, width: int) -> None:
-        """The next forward appends one token to each of the first n rows, in these columns [n, 1]; there is room for `width`."""
-        self.rows, self.span = torch.arange(len(places), device=places.device), slice(0, len(places))
-        self.places, self.width = places, width
+    def begin_step(self, rows: Tensor, span: slice | None, places: Tensor, width: int) -> None:
+        """The next forward appends tokens to rows [n], contiguous if there is a span, in columns [n, q]; it reads `width` columns."""
+        self.rows, self.span, self.places, self.width = rows, span, places, width
 
     def fill(self, row: int, source: DynamicCache, source_row: int, length: int) -> None:
         """Copy a prompt's keys and values; the source is padded on the right."""
@@ -290,6 +283,8 @@ _FIRST_COLUMNS = 128
 """Initial number of columns of the cache; it doubles as it fills."""
 _LEAST_SHARED, _WORTH_SHARING = 64, 2**25
 """Number of shared first tokens that is worth its own forward: at least the first value, and tokens x parameters at least the second."""
+_CAPTURED_TOKENS = 2**12
+"""Number of tokens of a forward of prompts up to which a GPU replays it: longer ones keep it busy."""
 _STUCK = Failure("rejected", "The structure of the answer (response_format, tools) allows no further token here: no text satisfies it.")
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -426,8 +421,9 @@ class TorchTokens(Stepwise):
         layers = text_config(self._config).num_hidden_layers
         self._few_shapes = self.device.type == "cuda" if few_shapes is None else few_shapes
         mode: GenerationMode = "cuda_graph" if self._few_shapes else "eager"
-        self._decode, self._sample = Accelerated(self._decoded, mode), Accelerated(_sampled, mode)
-        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context, self._decode.clear)
+        self._decode, self._sample = Accelerated(self._appended, mode), Accelerated(_sampled, mode)
+        self._prefill = Accelerated(self._appended, mode, direct_calls=2)
+        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context, self._forget_captures)
         self._rows: list[_Row] = []
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._least_shared = max(_LEAST_SHARED, _WORTH_SHARING // max(parameters, 1)) if least_shared is None else least_shared
@@ -478,6 +474,10 @@ class TorchTokens(Stepwise):
     def cache_bytes(self) -> int:
         return self._cache.num_bytes
 
+    def _forget_captures(self) -> None:
+        self._decode.clear()
+        self._prefill.clear()
+
     def _free(self) -> int:
         freed = self._cache.num_bytes
         self._kept.clear()
@@ -510,24 +510,64 @@ class TorchTokens(Stepwise):
         self._admit()
         if not self._rows:
             return
-        num_rows, width = len(self._rows), max(row.cached for row in self._rows) + 1
-        self._cache.make_room(width)
-        if self._few_shapes:
-            num_rows = min(1 << (num_rows - 1).bit_length(), self._max_batch)
-            part = max(64, 1 << (width - 1).bit_length() - 2)
-            width = min(-(-width // part) * part, self._cache.num_columns)
-        step = np.zeros((num_rows, 3), np.int64)
-        step[:, 2] = self._cache.spare_column
-        step[: len(self._rows)] = [(row.token_ids[-1], row.cached + row.position_offset, row.cached) for row in self._rows]
-        tensors: dict[str, Tensor | None] = {"step": torch.from_numpy(step).to(self.device)}
-        self._take(self._rows, _replayed(self._decode, tensors, width=width).logits, self._sample)
+        starts = [row.cached for row in self._rows]
+        last = np.array([row.token_ids[-1] for row in self._rows])
+        offsets = [row.position_offset for row in self._rows]
+        logits = self._append(self._decode, range(len(self._rows)), starts, np.ones(len(starts), np.int64), last, offsets)
+        self._take(self._rows, logits, self._sample)
         self._give_out(range(len(self._rows)))
 
-    def _decoded(self, step: Tensor, *, width: int) -> _Logits:
-        """One token for each of the first n rows: step [n, 3] int64 has its id, position and column."""
-        token_ids, position, places = step.split(1, dim=1)
-        self._cache.begin_first(places, width)
-        return _Logits(self._continue(token_ids, position)[:, -1])
+    def _append(
+        self,
+        forward: Accelerated[_Logits],
+        indices: Sequence[int],
+        starts: Sequence[int],
+        lengths: np.ndarray,
+        token_ids: np.ndarray,
+        offsets: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Append tokens to n rows, each after its cached ones.
+
+        Args:
+            starts, lengths: number of cached and of new tokens of each row.
+            token_ids: [lengths.sum()] new tokens, row after row.
+            offsets: positions minus places; None: 0.
+
+        Returns:
+            logits [n, V] after each row's last token, with spare rows behind them.
+        """
+        (count, longest), first = (len(indices), int(lengths.max())), indices[0] if _are_contiguous(indices) else -1
+        num_rows, width = count, int((np.asarray(starts) + lengths).max())
+        self._cache.make_room(width)
+        if self._few_shapes:
+            num_rows, width = min(1 << (count - 1).bit_length(), self._max_batch), min(_rounded(width), self._cache.num_columns)
+            longest, first = 1 if longest == 1 else _rounded(longest), 0 if first == 0 else -1
+        step = np.zeros((num_rows, longest, 3), np.int64)
+        step[..., 2] = self._cache.spare_column
+        # Padding comes first, so that the last token of each row is in the last place.
+        places = np.arange(longest) + (np.asarray(starts) + lengths - longest)[:, None]
+        new = np.arange(longest) >= longest - lengths[:, None]
+        step[:count][new] = np.stack(
+            [token_ids, (places if offsets is None else places + np.asarray(offsets)[:, None])[new], places[new]], 1
+        )
+        rows = np.arange(num_rows) if first == 0 else np.zeros(num_rows, np.int64)
+        rows[:count] = indices
+        tensors: dict[str, Tensor | None] = {"step": torch.from_numpy(step).to(self.device), "rows": torch.from_numpy(rows).to(self.device)}
+        return _replayed(forward, tensors, width=width, first=first).logits
+
+    def _appended(self, step: Tensor, rows: Tensor, *, width: int, first: int) -> _Logits:
+        """`_append` on the device: step [n, q, 3] has ids, positions and columns; `first`: first row if they are contiguous, else -1."""
+        token_ids, position, places = step.unbind(-1)
+        self._cache.begin_step(rows, None if first < 0 else slice(first, first + len(rows)), places, width)
+        output = self._model(
+            input_ids=token_ids,
+            position_ids=position.expand(3, -1, -1) if self._three_positions else position,
+            attention_mask=self._mask(),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return _Logits(output.logits[:, -1])
 
     def _give_out(self, indices: range) -> None:
         """Hand out those of these rows that have ended."""
@@ -634,6 +674,8 @@ class TorchTokens(Stepwise):
         """Cache each row's tokens up to its next input; return the last logits [n, V]."""
         known = [row.known for row in rows]
         lengths = [len(token_ids) for token_ids in known]
+        if self._few_shapes and not rows[0].request.images and len(rows) * max(lengths) <= _CAPTURED_TOKENS:
+            return self._run_rests(indices, [0] * len(rows))
         token_ids, mask = _padded(known)
         inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(token_ids), "attention_mask": torch.from_numpy(mask)}
         inputs["position_ids"] = torch.from_numpy(self._positions(rows, known, mask.shape[1]))
@@ -655,27 +697,9 @@ class TorchTokens(Stepwise):
         return output.logits[torch.arange(len(rows), device=device), kept]
 
     def _run_rests(self, indices: list[int], shared: list[int]) -> Tensor:
-        """Cache the rest of the rows' prompts after the shared tokens; return the last logits [n, V]."""
-        rests = [self._rows[index].request.prompt_ids[count:] for index, count in zip(indices, shared, strict=True)]
-        lengths, device = [len(rest) for rest in rests], self.device
-        token_ids = torch.from_numpy(_padded(rests)[0]).to(device)
-        last = torch.tensor(lengths, device=device) - 1
-        keep, kept = torch.unique(last, return_inverse=True)
-        self._cache.begin_step(indices, shared, device, token_ids.shape[1])
-        position = torch.minimum(self._cache.places, (torch.tensor(shared, device=device) + last)[:, None])
-        return self._continue(token_ids, position, logits_to_keep=keep)[torch.arange(len(rests), device=device), kept]
-
-    def _continue(self, token_ids: Tensor, position: Tensor, **options: Any) -> Tensor:
-        """Append tokens [n, q] to the rows of the cache's step; return logits [n, q, V]."""
-        output = self._model(
-            input_ids=token_ids,
-            position_ids=position.expand(3, -1, -1) if self._three_positions else position,
-            attention_mask=self._mask(),
-            past_key_values=self._cache,
-            use_cache=True,
-            **options,
-        )
-        return output.logits
+        """Cache the rest of the rows' known tokens after the shared ones; return the last logits [n, V]."""
+        rests = [self._rows[index].known[count:] for index, count in zip(indices, shared, strict=True)]
+        return self._append(self._prefill, indices, shared, np.array([len(rest) for rest in rests]), np.concatenate(rests))
 
     def _positions(self, rows: list[_Row], known: list[np.ndarray], width: int) -> np.ndarray:
         """Positions [n, width] or [3, n, width], int64; also sets each row's offset."""
@@ -756,6 +780,16 @@ class TorchTokens(Stepwise):
         if "sliding_attention" in kinds:
             return {"full_attention": of(None), "sliding_attention": of(window)}
         return of(None if kinds else window)
+
+
+def _are_contiguous(indices: Sequence[int]) -> bool:
+    return list(indices) == list(range(indices[0], indices[0] + len(indices)))
+
+
+def _rounded(length: int) -> int:
+    """The next multiple of 64, or from 256 of a quarter of a power of two."""
+    part = max(64, (1 << (length - 1).bit_length()) // 4)
+    return -(-length // part) * part
 
 
 def _sampled(logits: Tensor, settings: Tensor, allowed: Tensor | None, *, cuts: bool) -> SampledTokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
@@ -24,8 +25,13 @@ class Accelerated(Generic[Output]):
     tensors. It must not wait for the device. Weights are read at their addresses of the capture: change them in place.
     """
 
-    def __init__(self, function: Callable[..., Output], mode: GenerationMode, *, compile_backend: str = "inductor") -> None:
+    def __init__(
+        self, function: Callable[..., Output], mode: GenerationMode, *, compile_backend: str = "inductor", direct_calls: int = 0
+    ) -> None:
+        """`direct_calls`: calls of a shape before it is captured, which costs as much as three."""
         self.mode = mode
+        self._direct_calls = direct_calls
+        self._calls: Counter[tuple[object, ...]] = Counter()
         self._function = function
         self._compile_backend = compile_backend
         self._compiled: Callable[..., Output] | None = None
@@ -35,7 +41,8 @@ class Accelerated(Generic[Output]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated[Output]:
         """Copy for a policy's copy with weights elsewhere: the copy compiles and captures again."""
-        return Accelerated(copy.deepcopy(self._function, memo), self.mode, compile_backend=self._compile_backend)
+        function = copy.deepcopy(self._function, memo)
+        return Accelerated(function, self.mode, compile_backend=self._compile_backend, direct_calls=self._direct_calls)
 
     @property
     def num_graphs(self) -> int:
@@ -55,6 +62,9 @@ class Accelerated(Generic[Output]):
             return self._function(**tensors, **key)
         signature = tuple((name, None if x is None else (tuple(x.shape), x.dtype)) for name, x in tensors.items())
         place = (*signature, *sorted(key.items()))
+        self._calls[place] += 1
+        if self._calls[place] <= self._direct_calls:
+            return self._function(**tensors, **key)
         with torch.cuda.device_of(given[0]):
             if place not in self._graphs:
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -64,6 +74,7 @@ class Accelerated(Generic[Output]):
     def clear(self) -> None:
         """Forget all captures, with their memory: the function reads tensors that have moved."""
         self._graphs.clear()
+        self._calls.clear()
         self._pool = None
 
 

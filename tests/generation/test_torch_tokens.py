@@ -232,7 +232,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(policy: LanguagePol
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2_sliding"])
 def test_graphs_sample_the_same_tokens(policies: dict[str, LanguagePolicy], kind: str) -> None:
-    """Also after memory and weights were given back and changed between two answers."""
+    """Also after memory was given back and weights changed between two answers."""
     found = []
     for shapes in (False, True):
         backend = TorchTokens(policies[kind].generation_model().cuda(), max_batch=5, least_shared=8, few_shapes=shapes)

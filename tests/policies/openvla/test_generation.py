@@ -194,6 +194,16 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(model: OpenVLA, ba
 
 
 @pytest.mark.gpu
+def test_a_rare_shape_is_not_captured() -> None:
+    doubled: Accelerated[Generated] = Accelerated(lambda x: Generated(2 * x, x, x), "cuda_graph", direct_calls=2)
+    for number in range(4):
+        assert doubled({"x": torch.full((3,), float(number), device="cuda")}).choices.tolist() == [2.0 * number] * 3
+        assert doubled.num_graphs == (number >= 2)
+    doubled.clear()
+    assert doubled.num_graphs == 0
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 def test_generation_in_bfloat16_on_a_gpu_agrees_with_its_training_pass(model: OpenVLA, batch: Embedded) -> None:
     device = torch.device("cuda")
