@@ -725,9 +725,12 @@ class TorchTokens(Stepwise):
         ]
         matchers = [row.matcher for row in rows] + [None] * (len(logits) - len(rows))
         allowed = None if self._structures is None else self._structures.allowed(matchers, logits.device)
-        tensors = {"logits": logits, "settings": torch.from_numpy(settings).to(logits.device), "allowed": allowed}
+        there = torch.from_numpy(settings).to(logits.device)
         cuts = any(one.top_k > 0 or one.top_p < 1.0 for one in asked)
-        sampled = _sampled(**tensors, cuts=cuts) if sample is None else _replayed(sample, tensors, cuts=cuts)
+        if sample is None:
+            sampled = _sampled(logits, there, allowed, cuts=cuts)
+        else:
+            sampled = _replayed(sample, {"logits": logits, "settings": there, "allowed": allowed}, cuts=cuts)
         self._take_top(rows, logits)
         columns = torch.stack([sampled.token.double(), sampled.log_prob.double(), sampled.sampling_log_prob.double()]).tolist()
         for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=False):
