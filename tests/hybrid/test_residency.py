@@ -179,8 +179,8 @@ def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
 
     plain, there = run(HybridConfig(device="cpu"))
     moved, sizes = run(HybridConfig(device="cpu", offload=("kv_cache",)))
-    # 2 layers of keys and values: 3 rows, 1 head, 128 columns, 32 float32 each.
-    assert there == [2 * 2 * 3 * 128 * 32 * 4] * 6
+    # 2 layers of keys and values: 3 rows, 1 head, 128 columns and a spare one, 32 float32 each.
+    assert there == [2 * 2 * 3 * 129 * 32 * 4] * 6
     assert sizes == [there[0], 0] * 3
     assert {0, 2, 3} <= moved.keys()
     for number in (0, 2, 3):

@@ -141,7 +141,7 @@ class OpenVLAConfig:
 
     def noted_oft(self, directory: Path) -> OFTConfig | None:
         """The settings that `VisionLanguageModel.save_pretrained` wrote; None: there are none. Raises UserError if they are damaged."""
-        return build(OFTConfig, self.raw[OFT_KEY], f"{directory}/config.json: {OFT_KEY}") if OFT_KEY in self.raw else None
+        return build(OFTConfig, self.raw[OFT_KEY], f"{directory.name}/config.json: {OFT_KEY}") if OFT_KEY in self.raw else None
 
     def llama(self) -> LlamaConfig:
         """The language model's configuration, with torch's fused attention. Raises MissingExtraError without transformers."""
