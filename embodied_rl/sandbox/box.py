@@ -194,7 +194,7 @@ _LATE_S = 10.0
 
 @dataclass(frozen=True)
 class PythonLimits(Limits):
-    """Limits of one program and its descendants. Raises UserError for a limit that is not above 0 and finite."""
+    """Limits of one program and its descendants. Raises UserError for a limit that is not above 0 and finite, or None."""
 
     timeout_s: float = 10.0
     """Seconds on the clock, and of processor time: on average it may use one core."""
@@ -206,6 +206,12 @@ class PythonLimits(Limits):
     """Most processes and threads at a time."""
     output_bytes: int = 2**16
     """Most bytes of output; the rest is dropped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in vars(self).items():
+            if value is None:  # what a model wrote always has limits
+                raise UserError(f"{name} must be a finite number above 0, got null.")
 
     def box(self, level: Level, *, network: bool = False) -> Box:
         """Rights of a program. `network`: let it use our network; all other limits stay."""
@@ -276,8 +282,9 @@ def run_program(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = 
     with os.fdopen(reason, "rb") as file:
         ended_by = file.read().decode("utf-8", "replace")
     stopped = "" if ended_by == "time" else ended_by
-    output, errors = (*(reader.text() for reader in readers), "")[:2]
-    return ProgramEnd(returned if returned >= 0 else 128 - returned, output, errors, late or ended_by == "time", stopped)
+    texts = [reader.text() for reader in readers]
+    errors = texts[1] if separate else ""
+    return ProgramEnd(returned if returned >= 0 else 128 - returned, texts[0], errors, late or ended_by == "time", stopped)
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:

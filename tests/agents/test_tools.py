@@ -217,6 +217,8 @@ def test_a_weaker_protection_is_refused_unless_it_is_said_to_do(monkeypatch: pyt
         PythonTool(sandbox="landlok")
     with pytest.raises(UserError, match="timeout_s must be a finite number above 0"):
         PythonLimits(timeout_s=0)
+    with pytest.raises(UserError, match="memory_mb must be a finite number above 0, got null"):
+        PythonLimits(memory_mb=None)  # type: ignore[arg-type]
 
 
 # ---- MCP ------------------------------------------------------------------------------------------------------------

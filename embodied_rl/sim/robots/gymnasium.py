@@ -163,7 +163,9 @@ def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, ...]]:
     def step(action: Any) -> tuple[Any, ...]:
         answer = inner(action)
         limit._elapsed_steps += 1
-        return answer if limit._elapsed_steps < limit._max_episode_steps else (*answer[:3], True, *answer[4:])
+        if limit._elapsed_steps < limit._max_episode_steps or not isinstance(answer, Sequence):  # the caller refuses what is no tuple
+            return answer
+        return (*answer[:3], True, *answer[4:])
 
     return step
 

@@ -442,6 +442,21 @@ def test_an_info_that_is_none_later_is_named() -> None:
         sim.step([0], np.zeros((1, 1)), out)
 
 
+@pytest.mark.parametrize("limit", [2, 3])
+def test_an_answer_that_is_no_tuple_is_named_at_the_step_limit_too(limit: int) -> None:
+    class Silent(Odd):
+        def step(self, action: np.ndarray) -> Any:
+            answer = super().step(action)
+            return answer if self.t < 2 else None
+
+    sim = GymnasiumSim([gymnasium.wrappers.TimeLimit(Silent(), limit)])
+    out = StepBuffers.allocate(sim.spec, 1)
+    sim.reset([0], [0], out)
+    sim.step([0], np.zeros((1, 1)), out)
+    with pytest.raises(WrongShapeError, match=r"A step of 'Silent' is not what its spaces .*NoneType"):
+        sim.step([0], np.zeros((1, 1)), out)
+
+
 def test_frames_that_are_no_pictures_are_refused() -> None:
     for frame, shown in ((None, "None"), (np.zeros((4, 4)), r"\(4, 4\)"), ([np.zeros((4, 4, 3))], r"\(1, 4, 4, 3\)")):
         with pytest.raises(UserError, match=rf"`render` of 'Odd' must return an array \[H, W, 3\] .* got {shown}"):
