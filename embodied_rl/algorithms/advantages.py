@@ -23,7 +23,7 @@ def check_types(numbers: Iterable[Tensor], flags: Iterable[Tensor]) -> None:
     """Raise ValueError if a number is not float32 or float64, or a flag is not bool."""
     for tensor in numbers:
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"Rewards and values must be float32 or float64, got {tensor.dtype}. Convert them first.")
+            raise ValueError(f"Rewards and values must be tensors of float32 or float64, got {tensor.dtype}. Convert them first.")
     for tensor in flags:
         if tensor.dtype != torch.bool:
             raise ValueError(f"terminated, truncated, executed and mask must be bool, got {tensor.dtype}. Convert them first.")

@@ -1,6 +1,7 @@
 """Shared parts of the command lines: `key=value` arguments, printed tables, errors as one line, exit statuses.
 
-Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failed simulator or bad numbers, 130 Ctrl-C.
+Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failed simulator, bad numbers or output that could
+not be written, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations

@@ -170,12 +170,12 @@ class TokenTarget(TargetPolicy):
         """Raises UserError if the policy cannot map recorded actions to tokens."""
         super().__init__(label, policy, spec, mode=mode)
         self._layout = policy.action_layout
-        if policy.tokens is None or self._layout.dtype != "int64":  # OpenVLA's regression head has tokens that it does not use
+        if policy.action_tokens is None or self._layout.dtype != "int64":  # OpenVLA's regression head has tokens that it does not use
             raise UserError(
                 f"offline_eval scores recorded actions by their likelihood, but the policy of '{label}' ({type(policy).__name__}) cannot "
                 "compute it. Use evaluate, with the simulator."
             )
-        self.horizon, self.num_bins = self._layout.chunk_size, policy.tokens.num_bins - 1
+        self.horizon, self.num_bins = self._layout.chunk_size, policy.action_tokens.num_bins - 1
         self._steps = self._layout.unit_steps(spec.action.dim)
 
     @property

@@ -153,7 +153,7 @@ class Policy(TrainedModule):
     """Kind of noise that `act` takes, if it `translates`."""
     temperature: float | None = None
     """Temperature at which tokens are sampled and scored; None for other policies. An evaluation at another one sets it meanwhile."""
-    tokens: ActionTokenizer | None = None
+    action_tokens: ActionTokenizer | None = None
     """Tokens of action values, if actions are token ids; see `units_of`."""
 
     def acting_in(self, domain: str) -> Policy:
@@ -218,7 +218,7 @@ class Policy(TrainedModule):
         return self.spec.action.denormalise(action)[:, None]
 
     def units_of(self, action: Tensor) -> Tensor:
-        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]; for a policy with `tokens`."""
+        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]; for a policy with `action_tokens`."""
         raise NotImplementedError
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:

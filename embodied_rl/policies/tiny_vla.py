@@ -68,7 +68,7 @@ class TinyVLAPolicy(base.Policy):
     translates = True
     critics_train = ("value_decoder.",)
     temperature: float
-    tokens: ActionTokenizer
+    action_tokens: ActionTokenizer
     noise_kind: Literal["uniform"] = "uniform"
     """Kind of `act`'s noise: uniform in [0, 1), one number per action token."""
 
@@ -84,7 +84,7 @@ class TinyVLAPolicy(base.Policy):
         self._has_words = config.instruction is None and config.instruction_key in spec.variables
         if config.instruction is None and not self._has_words and spec.instruction is None:
             raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='reach the …'.")
-        self.tokens = ActionTokenizer(config.num_bins, config.num_bins)
+        self.action_tokens = ActionTokenizer(config.num_bins, config.num_bins)
         height, width, _ = base.image_of(spec, config.image_key, "policy.image_key").shape
         state_size = 0 if config.state_key is None else base.vector_of(spec, config.state_key, "policy.state_key").shape[0]
         self.encoder = _Encoder(config, (height, width), state_size)
@@ -191,7 +191,7 @@ class TinyVLAPolicy(base.Policy):
         return mean_of_steps(-self._scores(memory, tokens).log_prob(tokens), mask)
 
     def units_of(self, action: Tensor) -> Tensor:
-        return torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1)
+        return torch.from_numpy(self.action_tokens.encode(action.cpu().numpy())).flatten(1)
 
     # ---- beside critics of actions: the value's decoder reads for them ------------------------------------------------
 
@@ -216,7 +216,7 @@ class TinyVLAPolicy(base.Policy):
         tokens = self.act(observation, noise).action
         distribution = self._scores(self._memory(observation), tokens)
         probability = distribution.log_probs.exp()
-        centers = torch.from_numpy(self.tokens.decode(np.arange(self.config.num_bins))).to(probability)
+        centers = torch.from_numpy(self.action_tokens.decode(np.arange(self.config.num_bins))).to(probability)
         mean = probability @ centers
         return centers[tokens] + mean - mean.detach(), -distribution.entropy - math.log(2.0 / (self.config.num_bins - 1))
 
@@ -226,7 +226,7 @@ class TinyVLAPolicy(base.Policy):
 
     def normalised_action(self, action: np.ndarray) -> np.ndarray:
         """Convert token ids [B, L] to chunks [B, K, A] float32."""
-        return self.tokens.decode(action).reshape(len(action), self.config.chunk, self.spec.action.dim).astype(np.float32)
+        return self.action_tokens.decode(action).reshape(len(action), self.config.chunk, self.spec.action.dim).astype(np.float32)
 
     # ---- inside -------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,17 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows() -> None:
     critics = Critics(make_policy(SPEC), off_policy(update="awac"))
     with pytest.raises(NonFiniteLossError, match="on 2 steps"):
         critics.update(rows(np.zeros(2), np.zeros(2), np.array([np.inf, 0.0])), np.random.default_rng(0), learning_rate=1e-3)
+    # Nor does a finite loss step any group of an objective if the gradient of one is not finite.
+    policy = make_policy(SPEC, distribution="squashed")
+    soft = Critics(policy, replace(off_policy(update="sac", fresh=True), micro_batch_size=1))
+    assert isinstance(soft.learner.executor, LocalExecutor)
+    entropy_coef = soft.networks.log_entropy_coef.detach().clone()
+    before = parameters(policy)
+    next(policy.actor.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(NonFiniteLossError, match=r"loss of policy and entropy is -?\d.* norm nan and \d"):
+        soft.update(rows(np.zeros(2), np.zeros(2)), np.random.default_rng(0), learning_rate=1e-3)
+    assert all(torch.equal(before[name], value) for name, value in parameters(policy).items())
+    assert torch.equal(soft.networks.log_entropy_coef, entropy_coef)
 
 
 # ---- critics --------------------------------------------------------------------------------------------------------

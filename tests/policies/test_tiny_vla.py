@@ -106,7 +106,7 @@ def test_cloning_loss_is_the_cross_entropy_of_the_tokens_that_exist() -> None:
     policy, ready = make(), None
     ready = policy.prepare(observe(2))
     action = torch.tensor([[[-0.9, 0.6], [0.1, 0.1], [0.9, -0.4]]] * 2)
-    tokens = torch.from_numpy(policy.tokens.encode(action.numpy())).flatten(1)
+    tokens = torch.from_numpy(policy.action_tokens.encode(action.numpy())).flatten(1)
     with torch.no_grad():
         expected = -policy.evaluate(ready, tokens).log_prob
         torch.testing.assert_close(policy.cloning_loss(ready, action), expected.mean(-1))

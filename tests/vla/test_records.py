@@ -65,7 +65,7 @@ def test_every_step_has_its_row_and_every_token_its_log_probability(run_dir: Pat
         assert episode.sampled_action is not None
         assert episode.log_prob is not None
         assert episode.sampled_action.shape == episode.log_prob.shape == (steps, A)
-        np.testing.assert_allclose(policy.tokens.decode(episode.sampled_action), episode.action, atol=1e-6)
+        np.testing.assert_allclose(policy.action_tokens.decode(episode.sampled_action), episode.action, atol=1e-6)
         # The point moves by 0.2 times the first number of each action: what was done in every step is what is recorded.
         moved = np.clip(episode.observation["state"][:-1, 0] + 0.2 * episode.action[:, 0], -1, 1)
         np.testing.assert_allclose(episode.observation["state"][1:, 0], moved, atol=1e-6)
@@ -108,13 +108,13 @@ def test_offline_figures_are_those_by_hand(run_dir: Path, recording: Path, tmp_p
             ready = policy.prepare({key: part[first] for key, part in episode.observation.items()})
             mode = policy.act(ready, None).action
             said = policy.simulator_action(mode).reshape(-1, A)[: episode.num_steps]
-        tokens = policy.tokens.encode(episode.action)
-        hits.append((policy.tokens.encode(said) == tokens).mean())
+        tokens = policy.action_tokens.encode(episode.action)
+        hits.append((policy.action_tokens.encode(said) == tokens).mean())
         errors.append(((said - episode.action) ** 2).mean())
         assert episode.log_prob is not None
         likelihood.append(episode.log_prob.sum(1).mean())
     assert found["horizon"] == K
-    assert found["num_bins"] == policy.tokens.num_bins - 1
+    assert found["num_bins"] == policy.action_tokens.num_bins - 1
     assert found["accuracy"]["mean"] == pytest.approx(np.mean(hits), abs=1e-6)
     assert found["mse"]["mean"] == pytest.approx(np.mean(errors), abs=1e-6)
     assert found["log_likelihood"]["mean"] == pytest.approx(np.mean(likelihood), abs=1e-4)

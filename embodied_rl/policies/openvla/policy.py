@@ -69,7 +69,7 @@ class VLAPolicy(Policy):
         if oft is not None and oft.proprio_dim is not None:
             self.proprio_range = range_of(statistics, options.unnorm_key, "proprio", bounds=options.bounds, epsilon=epsilon)
         _check_spec(spec, options, self.num_images, self.action_range.dim, oft)
-        self.model, self.tokens = model, model.tokens
+        self.model, self.action_tokens = model, model.tokens
         of_steps = self.chunk_size if values == "action" and oft is not None else None
         self.value_head = ValueHead(model.config.hidden_size, of_steps).to(model.device) if value_head else None
         self.normaliser = PixelNormaliser(processor.normalisation).to(model.device)
