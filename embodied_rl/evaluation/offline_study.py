@@ -376,15 +376,16 @@ def outside_share(episodes: Sequence[PlayedEpisode], scores: Sequence[ScoredEpis
     """Share of the target's actions in the recorded states outside the range of all recorded ones: probability of choices that were never
     made, or vector entries beyond the smallest and largest of their dimension."""
     done = np.concatenate([episode.scaled_action for episode in episodes])
-    of_target = [part for score in scores if (part := score.draws if score.probability is None else score.probability) is not None]
     if scores[0].probability is not None:
         never = np.ones(scores[0].probability.shape[1], bool)
         never[np.unique(done)] = False
-        return float(np.concatenate([part[:, never].sum(axis=1) for part in of_target]).mean())
+        of_never = [score.probability[:, never].sum(axis=1) for score in scores if score.probability is not None]
+        return float(np.concatenate(of_never).mean())
     # Up to 5% beyond the range is close enough for a smooth regression.
     low, high = done.min(axis=0), done.max(axis=0)
     slack = 0.05 * (high - low) + 1e-6
-    return float(np.mean([((draws < low - slack) | (draws > high + slack)).mean() for draws in of_target]))
+    outside = [((score.draws < low - slack) | (score.draws > high + slack)).mean() for score in scores if score.draws is not None]
+    return float(np.mean(outside))
 
 
 # ---- ranking ----------------------------------------------------------------------------------------------------------

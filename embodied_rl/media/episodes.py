@@ -372,6 +372,9 @@ class _Studio(Watcher):
             if slot not in self._running:
                 continue
             before, said = self._now[slot], self._spoken.pop(slot, [])
+            if said:
+                said[-1] = replace(said[-1], reward=reward, game_reward=reward)
+                self._running[slot].spoken += said
             self._now[slot] = Moment(
                 step=before.step + 1,
                 reward=reward,
@@ -381,7 +384,6 @@ class _Studio(Watcher):
                 answer=said[-1].answer if said else None,
                 log_prob=float(said[-1].log_prob.sum(dtype=np.float64)) if said else None,
             )
-            self._running[slot].spoken += [*said[:-1], *(replace(last, reward=reward, game_reward=reward) for last in said[-1:])]
         over = {summary.slot: summary for summary in ended}
         self._take([slot for slot in self._running if slot in over or self._now[slot].step % self._stride == 0], observation)
         episodes = [*self._running.values(), *self._kept.values()]

@@ -284,12 +284,12 @@ class BatchSinks:
 
     def _known_of(self, batch: StepBatch, given: Mapping[str, Any], *, moves: bool) -> _Known | None:
         """Range of a batch; `moves`: its steps arrive in new arrays. None if they must be recorded row by row: a column varies in size, the
-        arrays' memory is not contiguous, or what moves is filmed."""
+        arrays' memory is not contiguous, or what moves is filmed, is no array, or is one array under two names."""
         outcome, moved = self._outcome(batch), None
         if moves:
             keys = {id(rows): key for key, rows in batch.observation.items() if isinstance(rows, np.ndarray)}
             moved = [keys.get(id(rows), "") for name, rows in outcome.items() if name not in _OUTCOME]
-            if self._films is not None or not all(moved):
+            if self._films is not None or "" in moved or len(set(moved)) < len(moved):
                 return None
         layout = self._require(int(batch.slots[0])).columns or ()
         columns = {column.name: column for column in layout if column.name not in self._filmed}

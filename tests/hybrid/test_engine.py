@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.learning.devices import _openblas, compute_threads, set_compute_threads
 from embodied_rl.roles import ray_roles
 from tests.learning.samples import CONFIG, make_batch, make_policy, rollout_learner, update
+from tests.roles.runs import ROLLOUTS, configured
 
 
 def make_engine() -> HybridEngine:
@@ -58,10 +60,10 @@ def test_turns_do_not_overlap_and_end_after_an_error() -> None:
     assert engine.phase is None
 
 
-def test_an_actor_that_generates_has_one_thread_for_good() -> None:
+def test_an_actor_that_generates_has_one_thread_for_good(tmp_path: Path) -> None:
     functions, before = _openblas(), set_compute_threads(3, 2)
     try:
-        ray_roles._one_thread()
+        ray_roles.GenerationWorker(configured(tmp_path, *ROLLOUTS))
         gc.collect()
         assert torch.get_num_threads() == 1
         assert functions is None or functions[0]() == 1

@@ -95,7 +95,7 @@ def test_each_domain_is_evaluated_with_its_own_model(whole: Path, tmp_path: Path
         answer = load_policy(whole, domain=domain).predict(dict.fromkeys(part.spec.observation, "4 + 3 = ?"))
         assert isinstance(answer, str)
     film = Film(num_episodes=1, size=64, formats=("gif",))
-    page = film_players([(domain_part(checkpoint, "sums"), "checkpoint")], tmp_path, film, with_dialogues=True)[-1]
+    page = film_players([(domain_part(checkpoint, "sums"), "checkpoint")], tmp_path, film)[-1]
     shown = html.unescape(re.sub("<[^>]*>", "", page.read_text(encoding="utf-8")))
     assert re.search(r"\d [+-] \d = \?", shown), "another model's words"
 
