@@ -146,25 +146,28 @@ def test_what_was_given_is_not_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_batches_of_other_arrays_each_time_are_written_as_rows_are(tmp_path: Path) -> None:
-    """Three slots whose episodes end at different steps, now and then without one of them, and with snapshots in between."""
-    spec = SimSpec(
-        "x", {"state": TensorSpec((4,)), "picture": TensorSpec((2, 2, 3), "uint8")}, ActionSpec.continuous([-1.0] * 2, [1.0] * 2)
-    )
+    """Three slots whose episodes end at different steps, now and then without one of them, and with snapshots in between. At first state
+    and goal are one array."""
+    seen_spec = {"state": TensorSpec((4,)), "goal": TensorSpec((4,)), "picture": TensorSpec((2, 2, 3), "uint8")}
+    spec = SimSpec("x", seen_spec, ActionSpec.continuous([-1.0] * 2, [1.0] * 2))
 
     def written(folder: Path, kind: type[BatchSinks]) -> int:
         rng, moving, seeds = np.random.default_rng(0), 0, itertools.count()
 
-        def seen() -> dict[str, np.ndarray]:
-            return {"state": rng.normal(size=(3, 4)).astype(np.float32), "picture": rng.integers(0, 255, (3, 2, 2, 3)).astype(np.uint8)}
+        def seen(step: int) -> dict[str, np.ndarray]:
+            state = rng.normal(size=(3, 4)).astype(np.float32)
+            picture = rng.integers(0, 255, (3, 2, 2, 3)).astype(np.uint8)
+            return {"state": state, "goal": state if step < 2 else -state, "picture": picture}
 
         with RecordingWriter(folder, RecordingInfo(spec, {}, {"kind": "random"}), video="raw") as writer:
-            sinks, observation = kind(writer, 3), seen()
+            sinks, observation = kind(writer, 3), seen(0)
             for slot in range(3):
                 sinks.start(slot, next(seeds), observation, slot)
             for step in range(60):
                 ends = np.array([step % 7 == 6, step % 11 == 10, False])
                 flags = (ends, np.zeros(3, bool), rng.random(3) < 0.2)
-                batch = StepBatch(np.arange(3), seen(), rng.normal(size=3).astype(np.float32), *flags, seen(), ())
+                reward = rng.normal(size=3).astype(np.float32)
+                batch = StepBatch(np.arange(3), seen(step), reward, *flags, seen(step), ())
                 rows = [0, 2] if step in (20, 21, 40) else None
                 snapshots = [b"x", None, None] if step == 30 else None
                 given = {"action": rng.normal(size=(3, 2)).astype(np.float32), "value": rng.random(3)}
