@@ -9,6 +9,7 @@ that all prompts share.
 
 from __future__ import annotations
 
+import math
 import warnings
 from bisect import bisect, insort
 from collections import deque
@@ -35,7 +36,7 @@ from embodied_rl.generation.tokens import (
 from embodied_rl.policies.accelerated import Accelerated, GenerationMode
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
-from embodied_rl.policies.model_folder import caps_attention, max_context, text_config, value_of
+from embodied_rl.policies.model_folder import caps_attention, first_line, max_context, text_config, value_of
 from embodied_rl.policies.packing import registered
 from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
@@ -163,7 +164,7 @@ class SlabCache(Cache):
     and are copied in."""
 
     def __init__(self, num_layers: int, num_rows: int, num_columns: int, max_columns: int, on_move: Callable[[], None]) -> None:
-        """`on_move` is called when keys and values have left their memory."""
+        """`on_move` is called when keys and values leave their memory, before they get more."""
         self.num_rows, self.num_columns, self.max_columns = num_rows, num_columns, max_columns
         self.rows = torch.zeros(0, dtype=torch.int64)
         """[n] int64 rows of the step."""
@@ -226,12 +227,12 @@ class SlabCache(Cache):
         if columns <= self.num_columns:
             return
         self.num_columns = min(max(columns, 2 * self.num_columns), max(columns, self.max_columns))
+        self._on_move()
         for layer in (layer for layer in self._slabs if layer.is_initialized):
             old = layer.held
             layer.lazy_initialization(*old)
             for tensor, former in zip(layer.held, old, strict=True):
                 tensor[:, :, : former.shape[2] - 1] = former[:, :, :-1]
-        self._on_move()
 
 
 def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype, additive: bool) -> Tensor:
@@ -284,7 +285,7 @@ _FIRST_COLUMNS = 128
 _LEAST_SHARED, _WORTH_SHARING = 64, 2**25
 """Number of shared first tokens that is worth its own forward: at least the first value, and tokens x parameters at least the second."""
 _CAPTURED_TOKENS = 2**12
-"""Number of tokens of a forward of prompts up to which a GPU replays it: longer ones keep it busy."""
+"""Number of tokens, spare ones included, of a forward of prompts up to which a GPU replays it: longer ones keep it busy."""
 _STUCK = Failure("rejected", "The structure of the answer (response_format, tools) allows no further token here: no text satisfies it.")
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -396,8 +397,8 @@ class TorchTokens(Stepwise):
             vision: inputs of a vision-language model.
             tokenizer: tokenizer for answers with structures; None: such requests are refused.
             least_shared: number of shared first tokens that run only once; None: derived from the model's size.
-            few_shapes: decode steps have few numbers of rows and columns, with spare ones, so that a GPU captures and replays them as
-                CUDA graphs: it then does not wait for the host to start one kernel after another. None: on a GPU.
+            few_shapes: decode steps and short prompts have few numbers of rows and columns, with spare ones, so that a GPU captures and
+                replays them as CUDA graphs: it then does not wait for the host to start one kernel after another. None: on a GPU.
 
         Raises:
             UserError: the model has layers other than attention, whose state cannot move between rows.
@@ -475,8 +476,8 @@ class TorchTokens(Stepwise):
         return self._cache.num_bytes
 
     def _forget_captures(self) -> None:
-        self._decode.clear()
-        self._prefill.clear()
+        for captured in (self._decode, self._prefill, self._sample):
+            captured.clear()
 
     def _free(self) -> int:
         freed = self._cache.num_bytes
@@ -539,9 +540,10 @@ class TorchTokens(Stepwise):
         (count, longest), first = (len(indices), int(lengths.max())), indices[0] if _are_contiguous(indices) else -1
         num_rows, width = count, int((np.asarray(starts) + lengths).max())
         self._cache.make_room(width)
-        if self._few_shapes:
-            num_rows, width = min(1 << (count - 1).bit_length(), self._max_batch), min(_rounded(width), self._cache.num_columns)
-            longest, first = 1 if longest == 1 else _rounded(longest), 0 if first == 0 else -1
+        spacious = self._with_spare(count, longest)
+        if spacious is not None:
+            (num_rows, longest), first = spacious, 0 if first == 0 else -1
+            width = min(_rounded(width), self._cache.num_columns)
         step = np.zeros((num_rows, longest, 3), np.int64)
         step[..., 2] = self._cache.spare_column
         # Padding comes first, so that the last token of each row is in the last place.
@@ -552,8 +554,15 @@ class TorchTokens(Stepwise):
         )
         rows = np.arange(num_rows) if first == 0 else np.zeros(num_rows, np.int64)
         rows[:count] = indices
-        tensors: dict[str, Tensor | None] = {"step": torch.from_numpy(step).to(self.device), "rows": torch.from_numpy(rows).to(self.device)}
-        return _replayed(forward, tensors, width=width, first=first).logits
+        there = [torch.from_numpy(array).to(self.device) for array in (step, rows)]
+        if spacious is None:
+            return self._appended(*there, width=width, first=first).logits
+        return _replayed(forward, {"step": there[0], "rows": there[1]}, width=width, first=first).logits
+
+    def _with_spare(self, count: int, longest: int) -> tuple[int, int] | None:
+        """Rows, and tokens of each, of a forward that a GPU replays; None: it keeps its own shape, and is not replayed."""
+        rows, tokens = min(1 << (count - 1).bit_length(), self._max_batch), 1 if longest == 1 else _rounded(longest)
+        return (rows, tokens) if self._few_shapes and (tokens == 1 or rows * tokens <= _CAPTURED_TOKENS) else None
 
     def _appended(self, step: Tensor, rows: Tensor, *, width: int, first: int) -> _Logits:
         """`_append` on the device: step [n, q, 3] has ids, positions and columns; `first`: first row if they are contiguous, else -1."""
@@ -657,7 +666,8 @@ class TorchTokens(Stepwise):
         lengths = {index: self._length(index) - (shared[index] if shared else 0) for index in indices}
         for done, index in enumerate(sorted(indices, key=lambda index: -lengths[index])):
             length, single = lengths[index], bool(self._rows[index].request.images)
-            fits = groups and (len(groups[-1]) + 1) * longest <= self._max_prefill_tokens
+            count = len(groups[-1]) + 1 if groups else 1
+            fits = groups and math.prod(self._with_spare(count, longest) or (count, longest)) <= self._max_prefill_tokens
             padded = 4 * length < 3 * longest and (len(indices) - done) * (longest - length) >= self._least_shared
             if fits and not padded and not single and not self._rows[groups[-1][0]].request.images:
                 groups[-1].append(index)
@@ -674,7 +684,7 @@ class TorchTokens(Stepwise):
         """Cache each row's tokens up to its next input; return the last logits [n, V]."""
         known = [row.known for row in rows]
         lengths = [len(token_ids) for token_ids in known]
-        if self._few_shapes and not rows[0].request.images and len(rows) * max(lengths) <= _CAPTURED_TOKENS:
+        if not rows[0].request.images and self._with_spare(len(rows), max(lengths)) is not None:
             return self._run_rests(indices, [0] * len(rows))
         token_ids, mask = _padded(known)
         inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(token_ids), "attention_mask": torch.from_numpy(mask)}
@@ -810,7 +820,7 @@ def _replayed(function: Accelerated[_Found], tensors: dict[str, Tensor | None], 
             raise
         function.clear()
         function.mode = "eager"
-        warnings.warn(f"Tokens are generated without CUDA graphs, more slowly: {str(error).splitlines()[0]}", stacklevel=2)
+        warnings.warn(f"Tokens are generated without CUDA graphs, more slowly: {first_line(error)}", stacklevel=2)
         return function(tensors, **key)
 
 

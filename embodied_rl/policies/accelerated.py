@@ -94,7 +94,11 @@ class _Graph(Generic[Output]):
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # torch's own stream for captures is one of the first GPU that captured. Other threads may go on with what a capture forbids.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        # A capture that fails would leave this thread on its stream.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             self._outputs = function(**self._inputs, **key)
 
     def replay(self, tensors: dict[str, Tensor | None]) -> Output:

@@ -104,8 +104,8 @@ class HostTokens(TokensElsewhere):
             polled = self._sample(max(min_ready, 1) - len(ready))
             if deadline is not None and not polled.is_over(max(deadline - time.monotonic(), 0.0)):
                 break
+            self._polled = None  # first: a poll that failed has no other answer
             found: list[Completion] = polled.value()
-            self._polled = None
             self._check_sent()
             self._in_flight.difference_update(completion.request_id for completion in found)
             ready += found

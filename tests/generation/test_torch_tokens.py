@@ -207,10 +207,14 @@ def growing(backend: TorchTokens) -> dict[int, Completion]:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2_sliding", "gpt2"])
 def test_spare_rows_and_columns_change_no_token(policies: dict[str, LanguagePolicy], kind: str) -> None:
-    """The shapes of a GPU's graphs: rows to a power of two or the batch, columns to some multiple."""
-    exact, few = (
-        growing(TorchTokens(policies[kind].generation_model(), max_batch=5, least_shared=8, few_shapes=shapes)) for shapes in (False, True)
-    )
+    """The shapes of a GPU's graphs: rows to a power of two or the batch, columns to some multiple, together no more than is allowed."""
+    found, seen = [], list[int]()
+    for shapes in (False, True):
+        model = policies[kind].generation_model()
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].numel()))
+        found.append(growing(TorchTokens(model, max_batch=5, max_prefill_tokens=128, least_shared=8, few_shapes=shapes)))
+    exact, few = found
+    assert max(seen) <= 128
     for number, own in exact.items():
         assert few[number].token_ids.tolist() == own.token_ids.tolist()
         np.testing.assert_allclose(few[number].log_prob, own.log_prob, atol=1e-5)
