@@ -17,6 +17,7 @@ from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.roles.multiplexed import PartialAnswer, SimHost, TokenHost
+from embodied_rl.roles.token_process import HostTokens
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from tests.policies.language_models import make_model
@@ -234,3 +235,30 @@ def test_an_answer_that_ends_while_it_is_to_be_moved_is_not_lost() -> None:
     assert list(host.running) == [1]
     assert [completion.token_ids.tolist() for completion in host.poll()] == [[1, 2, 3]]
     assert list(host.running) == []
+
+
+class Answer:
+    """Implements `Call`: its answer is there, and can be read once."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = list(values)
+
+    def is_over(self, timeout_s: float) -> bool:
+        return True
+
+    def value(self) -> Any:
+        (found,) = self._values
+        self._values.clear()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_a_poll_that_failed_is_asked_anew() -> None:
+    done = Completion.of(0, [1], [0.0], [0.0], [0], "stop")
+    answers = {"submit": [Answer(None)], "poll": [Answer([done]), Answer(RuntimeError("out of memory"))]}
+    backend = HostTokens(lambda what, **arguments: answers[what].pop())
+    backend.submit(asked(1))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backend.poll()
+    assert backend.poll() == [done]
