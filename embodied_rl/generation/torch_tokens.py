@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -278,6 +279,7 @@ class _Logits:
     """[n, V]"""
 
 
+_Given = ParamSpec("_Given")
 _Found = TypeVar("_Found")
 
 _FIRST_COLUMNS = 128
@@ -422,9 +424,10 @@ class TorchTokens(Stepwise):
         layers = text_config(self._config).num_hidden_layers
         self._few_shapes = self.device.type == "cuda" if few_shapes is None else few_shapes
         mode: GenerationMode = "cuda_graph" if self._few_shapes else "eager"
-        self._decode, self._sample = Accelerated(self._appended, mode), Accelerated(_sampled, mode)
-        self._prefill = Accelerated(self._appended, mode, direct_calls=2)
-        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context, self._forget_captures)
+        appended = _weak(self._appended)
+        self._decode, self._sample = Accelerated(appended, mode), Accelerated(_sampled, mode)
+        self._prefill = Accelerated(appended, mode, direct_calls=2)
+        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context, _weak(self._forget_captures))
         self._rows: list[_Row] = []
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._least_shared = max(_LEAST_SHARED, _WORTH_SHARING // max(parameters, 1)) if least_shared is None else least_shared
@@ -793,6 +796,18 @@ class TorchTokens(Stepwise):
         if "sliding_attention" in kinds:
             return {"full_attention": of(None), "sliding_attention": of(window)}
         return of(None if kinds else window)
+
+
+def _weak(method: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """The method without its object, which stays its owner's: in a circle, a model's memory would wait for the garbage collector."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: _Given.args, **named: _Given.kwargs) -> _Found:
+        bound = reference()
+        assert bound is not None, "its object is in use"
+        return bound(*arguments, **named)
+
+    return call
 
 
 def _are_contiguous(indices: Sequence[int]) -> bool:

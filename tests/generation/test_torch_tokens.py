@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,20 @@ def test_what_prompts_share_is_run_once(policies: dict[str, LanguagePolicy], kin
             finish(backend, 1)
             assert run - before >= len(talks[0])
     assert run < 0.6 * whole
+
+
+def test_a_backend_that_is_dropped_frees_its_model_at_once(policy: LanguagePolicy) -> None:
+    model = policy.generation_model()
+    backend, there = TorchTokens(model, max_batch=3), weakref.ref(model)
+    backend.submit(requests(2))
+    finish(backend, 2)
+    backend.close()
+    gc.disable()
+    try:
+        del backend, model
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_what_was_forgotten_is_run_again(policy: LanguagePolicy) -> None:
