@@ -192,6 +192,9 @@ def unpack_tensors(text: bytes, payload: np.ndarray) -> Iterator[tuple[str, Tens
     for name, shape, dtype_name in json.loads(text):
         dtype = getattr(torch, dtype_name)
         size = prod(shape) * dtype.itemsize
-        # Copied, because a tensor of eight-byte numbers needs an address that is a multiple of eight, and Ray's arrays are read-only.
-        yield name, torch.tensor(payload[offset : offset + size]).view(dtype).view(shape)
+        tensor = torch.empty(shape, dtype=dtype)
+        if size:  # one without entries cannot be viewed as bytes, see `pack_tensors`
+            # Copied, because a tensor of eight-byte numbers needs an address that is a multiple of eight, and Ray's arrays are read-only.
+            tensor.view(-1).view(torch.uint8).numpy()[:] = payload[offset : offset + size]
+        yield name, tensor
         offset += size

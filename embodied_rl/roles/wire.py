@@ -69,7 +69,8 @@ class _Writer(TreeWriter):
             case np.ndarray() if value.dtype == object:
                 return ["O", list(value.shape), self.items(value.reshape(-1))]
             case Tensor():
-                raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                flat = value.detach().cpu().contiguous().reshape(-1)
+                raw = flat.view(torch.uint8).numpy() if len(flat) else None  # of no entries there may be no view, see `pack_tensors`
                 return ["T", str(value.dtype).removeprefix("torch."), list(value.shape), self.node(raw)]
             case Mapping():
                 return self.node(dict(value))
@@ -100,6 +101,8 @@ class _Reader(TreeReader):
         return found.reshape(shape)
 
     def _tensor(self, dtype: str, shape: list[int], raw: Json) -> Tensor:
+        if raw is None:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
         return torch.from_numpy(self.node(raw)).view(getattr(torch, dtype)).reshape(shape)
 
 

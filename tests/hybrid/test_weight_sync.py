@@ -18,7 +18,7 @@ from torch import Tensor
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader, _pin
-from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets
+from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, pack_tensors, unpack_tensors
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.sim.transport import Slab
@@ -46,6 +46,15 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
     assert list(buckets([], 10)) == []
     with pytest.raises(ValueError, match="bucket_bytes"):
         next(buckets(tensors, 0))
+
+
+def test_tensors_without_entries_are_packed_as_numpy_gives_them() -> None:
+    text, payload = pack_tensors([("none", torch.zeros(0, 4)), ("of numpy", torch.from_numpy(np.arange(0)))])
+    got = dict(unpack_tensors(text, payload.copy()))
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in got.items()} == {
+        "none": ((0, 4), torch.float32),
+        "of numpy": ((0,), torch.int64),
+    }
 
 
 # ---- differences --------------------------------------------------------------------------------------------------------

@@ -159,8 +159,14 @@ def test_a_text_without_axes_in_an_observation() -> None:
 def test_tensors_and_records_of_faults() -> None:
     record = FaultRecord(FaultKind.DIED, 1, 42, "why", (3,), (SlotFault(3, 0, 9, 5, "restored"),), 1, 0.25)
     assert sent(record) == record
-    tensor = torch.tensor([1.5, float("nan")], dtype=torch.bfloat16)
-    torch.testing.assert_close(sent([tensor])[0], tensor, rtol=0, atol=0, equal_nan=True)
+    tensors = [
+        torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        torch.tensor(7),
+        torch.tensor([True]).expand(3),
+        torch.zeros(0, 4, dtype=torch.float64),
+        torch.from_numpy(np.arange(0)),
+    ]
+    torch.testing.assert_close(sent(tensors), tensors, rtol=0, atol=0, equal_nan=True)
 
 
 def test_unknown_objects_arrive_as_text_and_unknown_types_are_refused() -> None:
