@@ -195,8 +195,10 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
             "executed": ((n, chunk_size), "bool"),
             "watched": ((n,), "bool"),
         }
-    inner = (("inner_observation", (chunk_size - 1,)),) if chunk_size > 1 else ()  # memory that is never written is never allocated
-    for name, steps in (*((name, ()) for name in OBSERVATIONS), *inner):
+    steps_of: dict[str, tuple[int, ...]] = dict.fromkeys(OBSERVATIONS, ())
+    if chunk_size > 1:
+        steps_of["inner_observation"] = (chunk_size - 1,)  # memory that is never written is never allocated
+    for name, steps in steps_of.items():
         for key, part in spec.tensors.items():
             shapes[f"{name}/{key}"] = ((n, *steps, *part.shape), part.dtype)
         for key, buffer in spec.variables.items():
