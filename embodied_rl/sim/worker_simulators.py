@@ -557,9 +557,14 @@ class WorkerSimulators(Simulators):
 
     def prepare(self, factory: SimFactory) -> None:
         """Build workers of another task or scene in the background, for `switch`."""
-        if (key := factory.key) not in self._pools:
-            self._pools[key] = WorkerPool(factory, self._plan)
+        if (key := factory.key) in self._pools:
+            return
+        self._pools[key] = WorkerPool(factory, self._plan)
+        try:
             self._pools[key].begin()
+        except BaseException:
+            self._pools.pop(key).close()
+            raise
 
     def switch(self, factory: SimFactory, *, keep: bool = False) -> None:
         """Change to another task, at once if `prepare` was called early enough. Call `reset` next.

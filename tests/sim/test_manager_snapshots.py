@@ -14,6 +14,7 @@ from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError, encode_state
+from embodied_rl.sim.worker_pool import WorkerPool, WorkerProcess
 from tests.sim.runs import Trace, action_of, assert_same, note, play_lockstep
 from tests.sim.test_faults import assert_gone
 
@@ -161,7 +162,7 @@ def test_foreign_bytes_and_snapshots_are_refused() -> None:
             other.restore([0], [snapshot])
 
 
-def test_switching_tasks_keeps_both_sets_of_workers_warm() -> None:
+def test_switching_tasks_keeps_both_sets_of_workers_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = SimFactory(COUNTING, kwargs={"length": 7}), SimFactory(COUNTING, task="other", kwargs={"length": 3})
     with EnvManager(first, 4, num_workers=2) as manager:
         manager.prepare(second)
@@ -181,7 +182,19 @@ def test_switching_tasks_keeps_both_sets_of_workers_warm() -> None:
             manager.switch(SimFactory(COUNTING, kwargs={"nonsense": 1}))
         manager.reset()
         assert_same(play_lockstep(manager, 8), clean)
+        spawn = WorkerPool._spawn
+
+        def only_one(pool: WorkerPool, index: int) -> WorkerProcess:
+            if index > 0:
+                raise OSError("no process")
+            return spawn(pool, index)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerPool, "_spawn", only_one)
+            with pytest.raises(OSError, match="no process"):
+                manager.prepare(second)
         manager.prepare(second)
+        assert len(manager._pools[second.key].workers) == 2, "not the half that had started"
         other = manager._pools[second.key].workers[0]
         manager.offload()
         assert list(manager._pools) == [first.key]
