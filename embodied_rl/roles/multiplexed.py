@@ -504,16 +504,16 @@ class MultiplexedTokens(TokensElsewhere):
         self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
         self._ready += [_aborted(PartialAnswer(request)) for request in unasked]
         wanted -= {request.request_id for request in unasked}
+        # Nothing moves meanwhile: a parked request could come to a host that has been asked already.
+        for number in sorted(wanted & set(self._multiplexer.parked)):
+            self._ready.append(_aborted(self._multiplexer.give_up(number)))
         for host in self._hosts:
             here = sorted(wanted & set(host.movable()))
             for key, part in host.take(here).items() if here else ():
-                self._multiplexer.finished(key)
+                self._multiplexer.give_up(key)
                 self._ready.append(_aborted(part))
             if len(host.running) > len(host.movable()):  # some have just ended
                 self._end(host.poll(1, 0.0))
-        for number in sorted(wanted):
-            if number in self._multiplexer.parked:
-                self._ready.append(_aborted(self._multiplexer.give_up(number)))
         self._in_flight -= {completion.request_id for completion in self._ready}
         self._place()
 

@@ -16,7 +16,8 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
-from embodied_rl.roles.multiplexed import PartialAnswer, SimHost, TokenHost
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan
+from embodied_rl.roles.multiplexed import MultiplexedTokens, PartialAnswer, SimHost, TokenHost
 from embodied_rl.roles.token_process import HostTokens
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
@@ -268,3 +269,16 @@ def test_a_poll_that_failed_is_asked_anew() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         backend.poll()
     assert backend.poll() == [done]
+
+
+def test_parked_answers_are_aborted_with_the_others() -> None:
+    """Room that aborting makes on the first host does not bring a parked one there."""
+    lease = DeviceLease(HostPlan(num_hosts=3, num_lent=1, num_cores=3))
+    backends = [ScriptedTokens(lambda request: [1, 2, 3]) for _ in range(3)]
+    tokens = MultiplexedTokens(backends, lease, 1, lambda version, tensors: None)
+    tokens.submit(asked(3))
+    lease.shrink()
+    assert lease.multiplexers[0].counts().parked == 1
+    tokens.abort([0, 1, 2])
+    assert {completion.request_id: completion.finish_reason for completion in tokens.poll(3, 0.0)} == dict.fromkeys(range(3), "aborted")
+    assert lease.multiplexers[0].counts().running == 0
