@@ -298,9 +298,9 @@ class OpenAITokens(tokens.TokenBackend):
         self._gate = Gate()
         self._client, self._places = self._wait(self._open())
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in the loop's thread and wait for its result. Raises its exceptions."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _wait(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
+        """Run a coroutine in the loop's thread and wait for its result. Raises its exceptions, or TimeoutError."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     async def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         options = self._options
@@ -420,9 +420,8 @@ class OpenAITokens(tokens.TokenBackend):
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        self._wait(self._abort(list(self._tasks)))
-        self._wait(self._client.aclose())
-        self._wait(self._loop.shutdown_asyncgens())
+        for ending in (self._abort(list(self._tasks)), self._client.aclose(), self._loop.shutdown_asyncgens()):
+            self._wait(ending, _END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_S)
         self._loop.close()
