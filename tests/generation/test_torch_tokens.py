@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
+from embodied_rl.generation.slab_cache import attention_by_group
 from embodied_rl.generation.tokens import Completion, GenerationRequest
-from embodied_rl.generation.torch_tokens import TorchTokens, attention_by_group
+from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.accelerated import Accelerated
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
