@@ -175,13 +175,15 @@ def test_tensorboard_shows_a_video_as_a_gif_that_plays(tmp_path: Path, beside: b
         assert event.encoded_image_string == (tmp_path / "videos" / "push.gif").read_bytes()
 
 
-def test_a_video_that_is_none_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "push.mp4").write_bytes(b"not a film")
-    with (
-        make_loggers(LoggerConfig(names=("tensorboard",)), tmp_path, {}, 1000) as group,
-        pytest.raises(UserError, match=r"push\.mp4' is not a video that can be read"),
-    ):
-        group.log_video(300, tmp_path / "push.mp4")
+@pytest.mark.parametrize("name", ["push.mp4", "push.gif"])
+def test_a_video_that_is_none_is_one_line(tmp_path: Path, name: str) -> None:
+    for content in (b"GIF89a", b"not a film"):
+        (tmp_path / name).write_bytes(content)
+        with (
+            make_loggers(LoggerConfig(names=("tensorboard",)), tmp_path, {}, 1000) as group,
+            pytest.raises(UserError, match=rf"{name}' is not a video that can be read"),
+        ):
+            group.log_video(300, tmp_path / name)
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:

@@ -87,6 +87,8 @@ class MlflowLogger(Logger):
 VIDEO_TAG = "video"
 _RGB = 3
 """Value of an image summary's field "colorspace"."""
+_GIF_SIZE = slice(6, 10)
+"""Bytes of a GIF with its width and height."""
 
 
 class TensorBoardLogger(Logger):
@@ -116,10 +118,12 @@ class TensorBoardLogger(Logger):
 
     def log_video(self, step: int, path: Path) -> None:
         """Show an mp4 or a GIF under "Images" in TensorBoard, which plays GIFs. An mp4 is shown as the GIF beside it, or converted to one.
-        Raises UserError: the mp4 cannot be read."""
+        Raises UserError: neither can be read."""
         beside = path.with_suffix(".gif")
-        data = beside.read_bytes() if beside.is_file() else mp4_as_gif(path)
-        width, height = struct.unpack("<HH", data[6:10])  # of a GIF
+        data = beside.read_bytes() if beside.is_file() else b""
+        if not data.startswith(b"GIF8") or len(data) < _GIF_SIZE.stop:
+            data = mp4_as_gif(path)
+        width, height = struct.unpack("<HH", data[_GIF_SIZE])
         image = self._summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=data)
         self._add(step, [self._summary.Value(tag=VIDEO_TAG, image=image)])
 

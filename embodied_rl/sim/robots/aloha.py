@@ -124,7 +124,8 @@ class AlohaSim(MujocoSim):
     def _advance(self, i: int, action: np.ndarray, out: StepBuffers) -> None:
         physics = self._physics[i]
         present = self._task.get_qpos(physics)
-        self._task.before_step(np.clip(action.astype(np.float64), present - self._reach, present + self._reach), physics)
+        # In float32, the dtype of gym-aloha's action space: it scales the grippers in the dtype that it receives.
+        self._task.before_step(np.clip(action, present - self._reach, present + self._reach).astype(np.float32), physics)
         physics.step(self._substeps)
         reward = self._task.get_reward(physics)
         out.reward[i], out.success[i] = reward, reward == SUCCESS_REWARD

@@ -55,11 +55,11 @@ def make(
         MissingAssetsError: the task's meshes are not on this machine; the message has the command that fetches them.
         UserError: unknown task, rejected argument, no such CUDA device, or pictures without Vulkan.
     """
-    require_task(task)
     for name in _RESERVED:
         if name in kwargs:
             raise UserError(f"ManiSkill task '{task}': '{name}' is set by the simulator on the GPU and cannot be given.")
-    backend = physics_backend(task, device, num_envs)
+    backend = physics_backend(task, device, num_envs)  # first: without a GPU, installing and downloading would be in vain
+    require_task(task)
     return ManiSkillGpuSim(task, num_envs, render, render_size, camera_size, kwargs, backend)
 
 

@@ -227,7 +227,7 @@ def test_without_a_cuda_device_the_error_says_so(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"finds no CUDA device. embodied_rl.sim.robots.maniskill:make runs it on the CPU"):
-        maniskill_gpu.make("PushCube-v1", 4)
+        maniskill_gpu.make("PickSingleYCB-v1", 4)  # whose meshes must not be fetched in vain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match=r"device='cuda:2' does not exist; there are 2, cuda:0 to cuda:1"):
@@ -238,7 +238,7 @@ def test_without_a_cuda_device_the_error_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_arguments_that_cannot_be_are_named() -> None:
     with pytest.raises(UserError, match=r"'PushCub-v1' is not known. Did you mean 'PushCube-v1'"):
-        maniskill_gpu.make("PushCub-v1", 4)
+        maniskill_gpu.make("PushCub-v1", 1, device="cpu")
     with pytest.raises(UserError, match="on a CPU a simulation has one environment, and 2 were requested"):
         maniskill_gpu.make("PushCube-v1", 2, device="cpu")
     with pytest.raises(UserError, match="device='tpu' is not a choice"):

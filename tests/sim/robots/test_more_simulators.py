@@ -55,7 +55,7 @@ for task in sys.argv[2:]:
     env = gymnasium.make(f"gym_aloha/{task}", obs_type="pixels_agent_pos", disable_env_checker=True)
     first, _ = env.reset(seed=4)
     for action in np.load(folder / "actions.npy"):
-        last, reward, *_ = env.step(action.astype(np.float64))
+        last, reward, *_ = env.step(action)
     qpos, picture = np.array(env.unwrapped._env.physics.data.qpos), last["pixels"]["top"]
     np.savez(folder / task, first=first["agent_pos"], last=last["agent_pos"], qpos=qpos, reward=reward, picture=picture)
 """
@@ -205,7 +205,7 @@ def test_robosuite_equals_robosuite(lift: SimEnv) -> None:
     env, expected = plain_robosuite("Lift", 7)
     for action in actions_for(sim, 15):
         sim.step([0, 1], np.stack([-action, action]), out)
-        expected, reward, *_ = env.step(action.astype(np.float64))
+        expected, reward, *_ = env.step(action)
     wanted = np.concatenate([expected["robot0_proprio-state"], expected["object-state"]])
     np.testing.assert_array_equal(out.observation["state"][1], wanted.astype(np.float32))
     assert out.reward[1] == np.float32(reward)
