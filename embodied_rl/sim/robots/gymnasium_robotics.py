@@ -25,6 +25,7 @@ from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.spaces import control_hz
 
 if TYPE_CHECKING:
+    from gymnasium_robotics.envs.maze.maze_v4 import Maze
     from gymnasium_robotics.envs.maze.point_maze import PointMazeEnv
     from mujoco import MjData, MjModel
 
@@ -90,7 +91,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
         task: id such as "FetchPushDense-v4", "HandReachDense-v3", "AdroitHandDoor-v1", "FrankaKitchen-v1" or "AntMaze_UMazeDense-v5".
         **kwargs: arguments of the task: ``max_episode_steps``, the kitchen's ``tasks_to_complete``, a maze's ``maze_map``, …
 
-    Raises MissingExtraError; UserError: unknown task or argument.
+    Raises MissingExtraError; UserError: unknown task or argument, or a maze without a place to start.
     """
     require_known(task, set(tasks()), f"gymnasium-robotics task '{task}' is not known.")
     family = _family(str(gymnasium.spec(task).entry_point))
@@ -104,12 +105,21 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
         words = ", ".join(KITCHEN_WORDS[name] for name in names)
         kwargs = {"terminate_on_tasks_completed": False, **kwargs, "tasks_to_complete": names}
     envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
+    if family == "maze":
+        _check_map(envs[0].unwrapped.maze)  # type: ignore[attr-defined]
     for env in envs:
         cheapen_rendering(inner(env))
         know_indices(env)
     wrapped = [_flat(env, family) for env in envs]
     # The frame rate that kitchen and mazes report is not their control rate.
     return GymnasiumSim(wrapped, task=task, exact_snapshots=True, instruction=words, control_hz=control_hz(inner(envs[0])))
+
+
+def _check_map(maze: Maze) -> None:
+    """Raise UserError if a goal has no start in another cell: gymnasium-robotics would draw starts for ever."""
+    goals, starts = ({tuple(place) for place in places} for places in (maze.unique_goal_locations, maze.unique_reset_locations))
+    if not goals or any(starts <= {goal} for goal in goals):
+        raise UserError("sim.kwargs.maze_map needs for each goal ('g' or 'c'; without these 0) a start ('r' or 'c'; without these 0) elsewhere.")
 
 
 def inner(env: gymnasium.Env) -> gymnasium.Env:

@@ -25,8 +25,7 @@ import numpy as np
 from embodied_rl.bounds import whole_number
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean, from_extra, require_known
 from embodied_rl.files import write_atomic
-from embodied_rl.sim.factory import named
-from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
+from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, observed_cameras, quiet_import
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import StepBuffers, TensorSpec, VariableSpec
 
@@ -156,6 +155,7 @@ class LiberoSim(RobosuiteSim):
             ("orientation", orientation, ORIENTATIONS),
         ):
             require_known(name, known, f"LIBERO {kind} '{name}' is not known.")
+        observed = observed_cameras(observation, cameras)
         self.tasks = _expand(task)
         if observation == "state" and len(self.tasks) > 1:
             raise UserError(f"The objects of the tasks of '{task}' differ: observe a suite with observation=rgb, or choose one task.")
@@ -169,7 +169,7 @@ class LiberoSim(RobosuiteSim):
             num_envs,
             task=task,
             observe_objects=True,
-            cameras=named(cameras) if observation == "rgb" else (),
+            cameras=observed,
             image_size=(image_size, image_size),
             max_episode_steps=STEP_LIMITS[suite] if max_episode_steps is None else max_episode_steps,
             render_camera="agentview",

@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from embodied_rl.errors import from_extra, require_known
+from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.factory import named
 from embodied_rl.sim.private_random import PrivateRandom, process_state_kept
 from embodied_rl.sim.rendering import has_display, mujoco_backend
@@ -103,6 +103,7 @@ def make(
     suite, names = import_robosuite(), named(robots)
     check_name("task", task, INSTRUCTIONS)
     check_name("observation", observation, OBSERVATIONS)
+    observed = observed_cameras(observation, cameras)
     check_name("controller", controller, suite.ALL_CONTROLLERS)
     for name in names:
         check_name("robot", name, suite.ALL_ROBOTS)
@@ -121,7 +122,7 @@ def make(
         num_envs,
         task=task,
         observe_objects=observation != "rgb",
-        cameras=named(cameras) if observation != "state" else (),
+        cameras=observed,
         image_size=(image_size, image_size),
         max_episode_steps=max_episode_steps,
         render_camera=render_camera,
@@ -247,6 +248,14 @@ class RobosuiteSim(DrawnSim):
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
     """Raise UserError with the nearest name if `name` is not among the known ones."""
     require_known(name, known, f"robosuite {kind} '{name}' is not known.")
+
+
+def observed_cameras(observation: str, cameras: str | Sequence[str]) -> list[str]:
+    """Cameras that an observation shows. Raises UserError: it consists of pictures, and there are none."""
+    chosen = named(cameras) if "rgb" in observation else []
+    if "rgb" in observation and not chosen:
+        raise UserError(f"sim.kwargs.cameras is empty: observation={observation} needs at least one camera; observation=state needs none.")
+    return chosen
 
 
 def import_robosuite() -> ModuleType:

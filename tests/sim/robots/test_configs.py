@@ -84,6 +84,8 @@ def test_unknown_argument_names_the_configuration_key() -> None:
         ("mjcf", {"reward": 3}, "cannot be made with .*'reward': 3"),
         ("mjcf", {"observe": "qpoz"}, "'qpoz' cannot be observed of an MJCF model. Did you mean 'qpos'"),
         ("franka_kitchen", {"tasks_to_complete": "kettel"}, "The kitchen has no task 'kettel'. Did you mean 'kettle'"),
+        ("pointmaze", {"maze_map": [[1, "c", 0]]}, r"sim\.kwargs\.maze_map needs for each goal"),  # its reset would never end
+        ("antmaze", {"maze_map": [[1, 1]]}, r"sim\.kwargs\.maze_map needs for each goal"),
         ("metaworld_mt10", {"tasks": "reach-v2"}, "Meta-World task 'reach-v2' is not known. Did you mean 'reach-v3'"),
     ],
 )

@@ -155,6 +155,7 @@ def test_libero_names_are_checked() -> None:
         ({"init_states": "tests"}, "Did you mean 'test'"),
         ({"orientation": "upsidedown"}, "Known: raw, rotated, upright"),
         ({"observation": "state"}, "The objects of the tasks of 'libero_goal' differ"),
+        ({"cameras": []}, r"sim\.kwargs\.cameras is empty: observation=rgb needs at least one"),
     ):
         with pytest.raises(UserError, match=words):
             libero.make(**{"task": "libero_goal", "num_envs": 1, **arguments})  # type: ignore[arg-type]

@@ -322,6 +322,7 @@ def test_robosuite_names_are_checked_and_its_import_leaves_no_trace() -> None:
         ({"observation": "pixels"}, "Known: rgb, rgb.state, state"),
         ({"render_camera": "agentveiw"}, "Camera 'agentveiw' is not known. Did you mean 'agentview'"),
         ({"reward_scal": 2}, "'Lift' cannot be made with .*reward_scal"),
+        ({"observation": "rgb+state", "cameras": []}, r"sim\.kwargs\.cameras is empty: observation=rgb\+state needs at least one"),
     ):
         with pytest.raises(UserError, match=words):
             SimFactory("embodied_rl.sim.robots.robosuite:make", arguments.pop("task", "Lift"), arguments).make(1)
