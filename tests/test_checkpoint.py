@@ -108,6 +108,12 @@ def test_last_k_and_best_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 2500)
     assert find_last(tmp_path) == (root / "step_000002500").resolve()
     assert sorted(entry.name for entry in root.iterdir()) == ["best", "last", "step_000002000", "step_000002500", "step_000005000"]
+    # The clock is set back by an hour.
+    earlier = time.time() + 3600
+    os.utime(root / "step_000002500" / "state.json", (earlier, earlier))
+    for step in (2600, 2700):
+        save(tmp_path, step)
+    assert sorted(entry.name for entry in root.iterdir()) == ["best", "last", "step_000002000", "step_000002600", "step_000002700"]
 
 
 def test_best_is_not_kept_where_it_is_not_wanted(tmp_path: Path) -> None:

@@ -235,7 +235,10 @@ def _write_state(folder: Path, document: dict[str, Any]) -> None:
     written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD_FILE]
     document |= {"files": sums_of(folder, written)}
     document |= {"sha256": sum_of_document(document)}
-    (folder / STATE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    (state := folder / STATE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    newest = max((other.stat().st_mtime_ns for other in folder.parent.glob(f"step_*/{STATE_FILE}")), default=0)
+    if state.stat().st_mtime_ns <= newest:  # the clock was set back; `_by_age` orders by these times
+        os.utime(state, ns=(newest + 1, newest + 1))
     for file in folder.rglob("*"):
         fsync(file)
     fsync(folder)

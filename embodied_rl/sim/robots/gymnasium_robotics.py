@@ -119,7 +119,9 @@ def _check_map(maze: Maze) -> None:
     """Raise UserError if a goal has no start in another cell: gymnasium-robotics would draw starts for ever."""
     goals, starts = ({tuple(place) for place in places} for places in (maze.unique_goal_locations, maze.unique_reset_locations))
     if not goals or any(starts <= {goal} for goal in goals):
-        raise UserError("sim.kwargs.maze_map needs for each goal ('g' or 'c'; without these 0) a start ('r' or 'c'; without these 0) elsewhere.")
+        raise UserError(
+            "sim.kwargs.maze_map needs for each goal ('g', 'c'; without these 0) a start ('r', 'c'; without these 0) in another cell."
+        )
 
 
 def inner(env: gymnasium.Env) -> gymnasium.Env:
