@@ -32,7 +32,7 @@ COMMAND = Command(
         Argument("colour", str, "of the paint", "red", choices=("red", "green")),
     ),
     prefixes={"brush.": "a property of the brush"},
-    examples=("wall=north",),
+    examples=("wall=north", ""),
 )
 
 
@@ -109,9 +109,11 @@ def test_help_names_every_argument_default_and_example(capsys: pytest.CaptureFix
         "(required)",
         "num_coats=INT",
         "(default: 2)",
+        "(default: true)",
         "colour=red|green",
         "brush.KEY=VALUE",
         "embodied_rl.paint wall=north",
+        "embodied_rl.paint\n",
     ):
         assert part in text, part
 

@@ -56,7 +56,9 @@ def test_every_key_is_described_and_the_help_fits_a_terminal() -> None:
     parts = {name for name, part in vars(config).items() if isinstance(part, type) and name.endswith("Config")}
     assert parts == set(GROUPS.values()) - {"VLAOptions", "FlowOptions", "PI0Options"}
     assert [key.name for key in keys if not key.text] == []
+    assert {key.kind for key in keys if key.kind.isidentifier()} <= {"bool", "float", "int", "str"}, "a name says no choices"
     text = help_text(width=80)
+    assert "  sim.kwargs  (dict[str, Any]: {obs_mode: state, control_mode:" in text.splitlines()
     assert all(key.name in text for key in keys)
     assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("  python -m ")] == []
     assert re.search(r"  total_steps  \(int, between 1 and [\d,]+: 250000\)\n      Environment steps to train for, at most\.", text)

@@ -449,7 +449,7 @@ class Command:
         words = " ".join([self.name, *(a.name.upper() for a in self.paths), *(["…"] if self.many_paths else []), "key=value …"])
         lines = [f"usage: python -m embodied_rl.{words}", "", *wrapped_lines(self.summary, width), "", "arguments:", *columns(rows, width)]
         if self.examples:
-            lines += ["", "examples:", *(f"  python -m embodied_rl.{self.name} {example}" for example in self.examples)]
+            lines += ["", "examples:", *(f"  python -m embodied_rl.{self.name} {example}".rstrip() for example in self.examples)]
         return "\n".join(lines)
 
     def _keys(self) -> str:
@@ -459,7 +459,8 @@ class Command:
 def _default_text(argument: Argument) -> str:
     if argument.default is REQUIRED:
         return " (required)"
-    return "" if argument.default is None else f" (default: {argument.default})"
+    shown = str(argument.default).lower() if argument.kind is bool else argument.default
+    return "" if argument.default is None else f" (default: {shown})"
 
 
 def _convert(argument: Argument, text: str) -> Any:

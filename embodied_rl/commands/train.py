@@ -47,7 +47,7 @@ def _value(composed: Mapping[str, Any], name: str) -> str:
         if not isinstance(here, Mapping) or part not in here:
             return ""
         here = here[part]
-    return json.dumps(here, ensure_ascii=False).strip('"').replace('", "', ", ").replace('["', "[").replace('"]', "]")
+    return json.dumps(here, ensure_ascii=False).replace('"', "")
 
 
 def help_text(width: int | None = None) -> str:

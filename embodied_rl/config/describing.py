@@ -94,7 +94,8 @@ def described_keys() -> dict[str, list[Key]]:
 def _key(group: str, field: ast.AnnAssign, hint: object, text: str) -> Key:
     name = ".".join(filter(None, [group, ast.unparse(field.target)]))
     bounds = next((str(bounds) for bounds in bounds_in(hint)), "")
-    kind = _kind(hint) if bounds else ast.unparse(field.annotation).replace(" | None", " or null")
+    written = str(hint).removeprefix("typing.") if typing.get_origin(hint) is typing.Literal else ast.unparse(field.annotation)
+    kind = _kind(hint) if bounds else written.replace(" | None", " or null")
     default = "required" if field.value is None else ast.unparse(field.value).replace("None", "null")
     default = {"field(default_factory=dict)": "{}", "True": "true", "False": "false"}.get(default, default)
     return Key(name, kind, bounds, default, text)
