@@ -148,8 +148,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the configured steps, time or success rate is reached, or until Ctrl-C. Raises SimFault if a worker failed, and
-        NonFiniteError for NaN or infinity in an observation, reward or loss; the batch is then in ``<run_dir>/failures``."""
+        """Train until the configured steps, time, success rate or return is reached, or until Ctrl-C. Raises SimFault if a worker failed,
+        and NonFiniteError for NaN or infinity in an observation, reward or loss; the batch is then in ``<run_dir>/failures``."""
         self._introduce()
         self.engine.publish(version=self.iteration)
         self._clone_first()

@@ -1,7 +1,7 @@
 """One frozen type per stage of the data flow; numpy only, so that simulator processes do not import torch.
 
-Shape legend: T steps of a rollout, N slots, n slots of one message, A action dimensions (1 for a discrete action),
-L action units whose log-probabilities are kept (here L = A).
+Shape legend: T decisions of a rollout, N slots, n slots of one message, K steps of an action chunk, A action dimensions (1 for a discrete
+action), L action units, each with a log-probability (A, unless the policy has its own `ActionLayout`), W numbers of a recorded action.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EpisodeSummary:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What `EnvManager.recv` returns. Arrays are views into shared memory, valid until their slots are sent again."""
+    """What `EnvManager.recv` returns. Arrays may be views into shared memory, valid until their slots are sent again."""
 
     slots: np.ndarray
     """[n] int64, ascending."""
@@ -137,7 +137,7 @@ class Rollout:
     last_observation: Observation
     """{key: [N, ...]} after the last step: the value is bootstrapped from it."""
     final_observation: Observation
-    """{key: [K, ...]} last observations of the K truncated episodes, in the order of np.argwhere(truncated & ~terminated)."""
+    """{key: [F, ...]} last observations of the F truncated episodes, in the order of np.argwhere(truncated & ~terminated)."""
     policy_version: np.ndarray
     """[T, N] int64 version of the weights that acted."""
     episodes: tuple[EpisodeSummary, ...]

@@ -30,7 +30,7 @@ class RolloutValues:
     last_value: np.ndarray
     """[N] values of the observations after the last step."""
     final_value: np.ndarray
-    """[K] values of the truncated episodes' final observations, in the order of `Rollout.final_observation`."""
+    """[F] values of the truncated episodes' final observations, in the order of `Rollout.final_observation`."""
 
 
 class PPO(StepRewards):

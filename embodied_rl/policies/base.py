@@ -30,11 +30,11 @@ class ActionOutput:
     """Result of `Policy.act`."""
 
     action: Tensor
-    """[B, A] normalised, unclipped; int64 [B, 1] for discrete actions."""
+    """[B, A] normalised, unclipped; int64 [B, 1] for discrete actions; [B, W] of a policy that `translates`."""
     log_prob: Tensor
     """[B, L] log-probability of each action unit."""
     value: Tensor | None = None
-    """[B] if the policy computes it on the way; None: the learner computes it in one batch afterwards."""
+    """[B], or [B, K] for each step of a chunk, if the policy computes it on the way. Training computes its own in one batch."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Evaluation:
     entropy: Tensor
     """[B, L]"""
     value: Tensor
-    """[B]"""
+    """[B], or [B, K] for each step of a chunk."""
 
 
 class TrainedModule(nn.Module):
@@ -222,7 +222,7 @@ class Policy(TrainedModule):
         raise NotImplementedError
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
-        """Sample with the given noise (standard normal [B, A], or uniform [B, 1] for discrete actions); None: act with the mode."""
+        """Sample with the given noise [B, noise_width], as `action_layout` draws it; None: act with the mode."""
         raise NotImplementedError
 
     def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
