@@ -25,7 +25,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.loggers import check_loggers
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
 from embodied_rl.policies.build import build_policy, custom_class
 from embodied_rl.registry import Registry, installed_targets
 from embodied_rl.train import train
@@ -282,7 +282,14 @@ class SmallNetworks(ActorCritic):
         super().__init__(PolicyConfig(hidden_sizes=tuple(hidden_sizes), activation="relu", normalize_observation=True), spec)
 
 
+class Unmade(Policy):
+    """Inherits torch's constructor, which takes no spec."""
+
+
 class Chunked(SmallNetworks):
+    def __init__(self, spec: SimSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+
     @property
     def chunk_size(self) -> int:
         return 3
@@ -408,7 +415,8 @@ def test_an_own_policy_on_ranks_and_cloned(tmp_path: Path, monkeypatch: pytest.M
         ({"options": {"num_feature": 3}}, r"policy\.options\.num_feature is not an argument .* Did you mean 'num_features'"),
         ({"options": {"num_features": 0}}, r"policy\.options\.num_features must be between 1 and"),
         ({"options": {"key": "sate"}}, "policy.options.key='sate' is not a vector .* Did you mean 'state'"),
-        ({"target": f"{HERE}:Chunked", "options": {}}, "set policy.chunk=3"),
+        ({"target": f"{HERE}:Chunked", "options": {"hidden_sizes": [8]}}, "set policy.chunk=3"),
+        ({"target": f"{HERE}:Unmade", "options": {}}, r"Unmade' has no constructor: give it `def __init__\(self, spec: SimSpec, …\)`"),
         ({"target": "???"}, r"policy\.target must be given, such as policy\.target=my_package"),
         ({"target": f"{HERE}:ValuesOfOneColumn", "options": {}}, r"`value` returns values of shape \[2, 1\], for 2 .* must be \[2\]"),
         ({"target": f"{HERE}:BareTensor", "options": {}}, r"`act` must return ActionOutput\(action, log_prob\), got Tensor"),

@@ -135,8 +135,9 @@ def check_constructor(
 ) -> None:
     """Check the options of a class (against its constructor) or a function, which the package also gives `offered`. Raises UserError."""
     parameters = inspect.signature(cls).parameters
-    allowed = [key for key in parameters if key not in offered]
-    for key in given:
+    kinds = {key: parameter.kind.name for key, parameter in parameters.items()}
+    allowed = [key for key, kind in kinds.items() if key not in offered and not kind.startswith("VAR_")]
+    for key in given if "VAR_KEYWORD" not in kinds.values() else ():
         require_known(key, allowed, f"{where}.{key} is not an argument of '{name}'.")
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
