@@ -33,7 +33,7 @@ from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, train_tokenizer
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
 from embodied_rl.serving.agents.pump import BackendPump
-from embodied_rl.serving.agents.sessions import CapturedSession, Session, SessionLimits, history_keys, read_captured
+from embodied_rl.serving.agents.sessions import CapturedSession, Session, SessionBook, SessionLimits, history_keys, read_captured
 from embodied_rl.serving.http_server import ServerLimits
 
 TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4
@@ -388,6 +388,17 @@ def test_sessions_are_kept_apart_and_a_key_is_free_after_its_end(tokenizer: Chat
         assert (ended.session, len(ended.turns), ended.total_reward, ended.ended_by) == ("a0", 10, 1.0, "client")
         proxy.close()
         assert sorted(session.session for session in proxy.take_finished()) == ["a0.2", "a1", "a2"]
+
+
+def test_the_keys_without_a_session_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodied_rl.serving.agents.sessions._MOST_COUNTED", 3)
+    book = SessionBook(SessionLimits(), open_to_any_key=True)
+    names = []
+    for key in ("a", "b", "a", "c", "d", "a", "b"):
+        names.append(book.by_key(key).name)
+        book.forget(book.sessions[names[-1]])
+    assert names == ["a", "b", "a.2", "c", "d", "a.3", "b"], "b is the one that was not heard of for longest"
+    assert list(book.counts) == ["d", "a", "b"]
 
 
 def test_with_a_token_sessions_are_opened_and_have_keys(tokenizer: ChatTokenizer) -> None:

@@ -406,6 +406,9 @@ class SessionLimits(Limits):
     """Seconds without a request after which a session ends, as ``idle``."""
 
 
+_MOST_COUNTED = 2**16
+
+
 @dataclass
 class SessionBook:
     """All open sessions by name, and by the API key of their agent program."""
@@ -416,7 +419,7 @@ class SessionBook:
     sessions: dict[str, Session] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of sessions that each free key has had."""
+    """Number of sessions that each of the `_MOST_COUNTED` free keys opened last has had."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def open(self, name: str, key: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> Session:
@@ -442,7 +445,10 @@ class SessionBook:
                 raise HttpProblem(401, "unauthorized", "This API key belongs to no open session. Open one with POST /v1/sessions.")
             number = self.counts.get(key, 0) + 1
             session = self.open(key if number == 1 else f"{key}.{number}", key)
-            self.counts[key] = number  # not of one that was refused
+            self.counts.pop(key, None)  # not if the session was refused
+            self.counts[key] = number
+            if len(self.counts) > _MOST_COUNTED:
+                del self.counts[next(iter(self.counts))]
             return session
 
     def by_name(self, name: str) -> Session:
