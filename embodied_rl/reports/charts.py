@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,6 +83,8 @@ def clock(seconds: object) -> str:
 
 
 MAX_POINTS = 400
+_MOST_MARKS = 100
+"""Most lines or dots that a drawing has room for."""
 NUM_COLOURS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 36
 """Pixels around the plot for the axes' numbers."""
@@ -251,9 +254,10 @@ def stacked_chart(
 
     Args:
         shares: (colour, label, [n] share of each stretch).
-        marks: (x, kind, text): vertical lines in the style ``mark-<kind>``.
+        marks: (x, kind, text): vertical lines in the style ``mark-<kind>``; more than `_MOST_MARKS` of a kind are ticks above the shares.
     """
     frame = Frame((edges[0], edges[-1]), (0.0, 1.0), 1080, 230)
+    counts = Counter(kind for _, kind, _ in marks)
     below = np.zeros(len(edges) - 1)
     parts = []
     for colour, label, values in shares:
@@ -268,11 +272,10 @@ def stacked_chart(
     parts.append(_axes(frame, "minutes of wall-clock", percent_text))
     for x, kind, text in marks:
         at, _ = frame.at(x, 0)
-        line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{frame.height - _BOTTOM}"'
+        line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{_TOP if counts[kind] > _MOST_MARKS else frame.height - _BOTTOM}"'
         parts.append(f'<line class="mark mark-{kind}" {line}><title>{html.escape(text)}</title></line>')
     legend = _legend([(label, colour) for colour, label, _ in shares])
-    kinds = dict.fromkeys(kind for _, kind, _ in marks)
-    legend += "".join(f'<span class="key"><i class="line-key mark-{kind}"></i>{kind}</span>' for kind in kinds)
+    legend += "".join(f'<span class="key"><i class="line-key mark-{kind}"></i>{kind}</span>' for kind in counts)
     return figure(title, svg(title, frame, "".join(parts)), legend=legend, note=note, meaning=meaning, wide=True)
 
 
@@ -361,7 +364,7 @@ def _curve(frame: Frame, series: Series) -> str:
     points = [frame.at(x, y) for x, y in zip(series.x, series.y, strict=True)]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     drawn = f'<path class="{series.kind} c{series.colour % NUM_COLOURS}" d="{path}"/>'
-    if series.kind == "dots" or len(points) == 1:
+    if (series.kind == "dots" and len(points) <= _MOST_MARKS) or len(points) == 1:
         drawn += "".join(f'<circle class="dot c{series.colour % NUM_COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
     return drawn
 

@@ -125,6 +125,10 @@ def test_shares_are_stacked_and_marked() -> None:
     np.testing.assert_allclose([[float(number) for number in box] for box in boxes], expected, atol=0.06)
     (mark,) = re.findall(r'mark-fault" x1="([\d.]+)"', drawn)
     assert float(mark) == pytest.approx(50 + plot_width / 2, abs=0.06)
+    marks = [(number / 30, "evaluation", "one of many") for number in range(120)]
+    crowded = stacked_chart("Time", [0.0, 1.0, 4.0], shares, [*marks, (2.0, "fault", "a fault")], note="")
+    ends = [(kind, float(end)) for kind, end in re.findall(r'mark-(\w+)" x1.* y2="([\d.]+)"', crowded.replace("<line", "\n<line"))]
+    assert ends == [*[("evaluation", 12.0)] * 120, ("fault", bottom)], "many marks of a kind would cover the shares"
 
 
 def test_what_a_file_says_stays_text() -> None:
