@@ -59,9 +59,10 @@ def test_every_key_is_described_and_the_help_fits_a_terminal() -> None:
     assert {key.kind for key in keys if key.kind.isidentifier()} <= {"bool", "float", "int", "str"}, "a name says no choices"
     text = help_text(width=80)
     assert "  sim.kwargs  (dict[str, Any]: {obs_mode: state, control_mode:" in text.splitlines()
+    assert "  stop_at_success  (float or null, above 0 and at most 1: 0.96)" in text.splitlines(), "what --cfg job prints"
     assert all(key.name in text for key in keys)
     assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("  python -m ")] == []
-    assert re.search(r"  total_steps  \(int, between 1 and [\d,]+: 250000\)\n      Environment steps to train for, at most\.", text)
+    assert re.search(r"  total_steps  \(int, between 1 and [\d,]+: 250000\)\n      Environment steps to train for, at most; gradient", text)
 
 
 def test_every_key_of_the_tables_can_be_typed() -> None:

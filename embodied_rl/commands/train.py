@@ -53,7 +53,7 @@ def _value(composed: Mapping[str, Any], name: str) -> str:
 def help_text(width: int | None = None) -> str:
     """Help text in lines of at most `width` characters, unless a word is longer; None: the terminal's width, at most 100. Shows the default
     values of ``python -m embodied_rl.train``."""
-    from embodied_rl.config.compose import compose_config
+    from embodied_rl.config.compose import compose_config, or_main_job
     from embodied_rl.config.describing import described_keys
 
     width = terminal_width() if width is None else width
@@ -62,7 +62,7 @@ def help_text(width: int | None = None) -> str:
         shown = textwrap.wrap(text, width, initial_indent=" " * first, subsequent_indent=" " * indent, break_on_hyphens=False)
         return "\n".join(shown)
 
-    composed = compose_config([])
+    composed = compose_config(or_main_job([]))
     lines = ["usage: python -m embodied_rl.train [-m] [group=name …] [key=value …]", ""]
     lines += [
         wrapped("Train a policy in a simulator. With -m, values separated by commas give one run each, one after another.", 0),

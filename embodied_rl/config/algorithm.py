@@ -44,8 +44,8 @@ class RecordedConfig(Config, place="algorithm.recorded"):
     verify: bool = True
     """Check recordings of our own format against their checksums on first reading; false: trust them and read a little faster."""
     expert: str | None = None
-    """``package.module:Attribute`` that makes an expert for one episode: called with an observation, the expert returns the action. It
-    plays if there is no recording, and answers for DAgger."""
+    """Your own expert, as in `algorithm.initialized.expert`, instead of the task's. It plays if there is no recording, and answers for
+    DAgger."""
     expert_episodes: Episodes = 100
     """Episodes that the expert plays first if there is no recording."""
     expert_randomness: tuple[Share, ...] = (0.0,)

@@ -257,7 +257,7 @@ class CheckpointConfig(Config, place="checkpoint"):
     keep_last: Annotated[int, Bounds(1, 1_000_000)] = 2
     """Number of newest checkpoints that are kept."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best evaluation."""
+    """Also keep the best checkpoint: by evaluations during the run, or without them by the last 100 training episodes."""
     within_episodes: bool = False
     """Save the running episodes too and continue within them, if the simulator can save them; groups have no running episodes there. false:
     all slots begin new episodes at a checkpoint, whether the run was interrupted there or not."""
@@ -332,7 +332,7 @@ class TrainConfig(Config):
     seed: Seed = 1
     """Seed of all randomness: the same seed gives the same run."""
     total_steps: Steps = 200_000
-    """Environment steps to train for, at most."""
+    """Environment steps to train for, at most; gradient steps if the run plays nothing."""
     stop_at_success: PositiveShare | None = None
     """Stop when the success rate reaches this: that of evaluations during the run if evaluation.every_steps is set (without exploration
     noise), else of the last 100 training episodes; null: train all steps."""
@@ -345,7 +345,8 @@ class TrainConfig(Config):
     profile: bool = False
     """Write a timeline to run_dir/timeline.json, for ui.perfetto.dev or chrome://tracing, and the shares of each role into the metrics."""
     resume: str | None = None
-    """'auto': continue from run_dir's last checkpoint if there is one; a path: continue from that checkpoint."""
+    """auto: continue run_dir's run, or the newest unfinished one of this simulator and seed, if there is one; a path: continue from that
+    run or checkpoint."""
     trust: tuple[str, ...] = ()
     """Code that the checkpoint of `resume` may name beside registered code: package.module:Attribute, or a list (docs/trust.md)."""
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
@@ -40,9 +39,3 @@ class MyRobot(SimEnv):
 
     def restore(self, env_id, data):
         self.state[env_id] = decode_state(data)
-
-    def render(self, env_id):
-        raise UserError("MyRobot draws no pictures.")
-
-    def close(self):
-        pass
