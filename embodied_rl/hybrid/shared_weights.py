@@ -125,16 +125,19 @@ class SharedWeightsReader:
 
     def __init__(self, path: str) -> None:
         """Open a publisher's `path`. Raises UserError if there is none."""
-        try:
-            # Opened here, never inherited, because locks belong to the result of `open`.
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            header = np.frombuffer(os.pread(fd, _HEADER_BYTES, 0), np.int64, _HEADER_WORDS)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"No weights are published at '{path}' ({error}): the trainer has ended, or belongs to another user."
-            ) from error
-        if header[_MAGIC_WORD] != _MAGIC:
-            raise UserError(f"'{path}' has no published weights.")
+        with contextlib.ExitStack() as opened:
+            try:
+                # Opened here, never inherited, because locks belong to the result of `open`.
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                header = np.frombuffer(os.pread(fd, _HEADER_BYTES, 0), np.int64, _HEADER_WORDS)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"No weights are published at '{path}' ({error}): the trainer has ended, or belongs to another user."
+                ) from error
+            if header[_MAGIC_WORD] != _MAGIC:
+                raise UserError(f"'{path}' has no published weights.")
+            opened.pop_all()
         self._slab, self._buffers = _mapped(os.pread(fd, int(header[_LAYOUT_BYTES]), _HEADER_BYTES), fd)
         self._header, self._pinned = self._slab.arrays["header"], 0
 

@@ -140,6 +140,16 @@ def test_versions_are_whole_and_held_ones_are_not_overwritten() -> None:
         SharedWeightsReader(publisher.path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "No weights are published"), (bytes(64), "has no published weights")], ids=["short", "other"]
+)
+def test_a_file_without_weights_is_closed_again(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        SharedWeightsReader(str(tmp_path / "other"))
+    assert str(tmp_path / "other") not in [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+
+
 def start_reader(*arguments: str) -> tuple[Fork, IO[str]]:
     """The other process, and what it prints."""
     here, there = os.pipe()
