@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,7 +63,13 @@ class Messages:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _send(
-        self, number: int, message: Mapping[str, Any], payload: bytes, fds: Sequence[int] = (), timeout_s: float | None = None
+        self,
+        number: int,
+        message: Mapping[str, Any],
+        payload: bytes,
+        fds: Sequence[int] = (),
+        timeout_s: float | None = None,
+        read: Callable[[], object] | None = None,
     ) -> None:
         text = json.dumps(message).encode()
         assert self._key is not None, "the first message brings the key"
@@ -73,11 +79,20 @@ class Messages:
         self.socket.settimeout(timeout_s)
         try:
             sent = socket.send_fds(self.socket, [data[: _HEADER.size]], fds) if fds else 0
-            self.socket.sendall(memoryview(data)[sent:])
-            if rest:
-                self.socket.sendall(rest)
+            for part in (memoryview(data)[sent:], memoryview(rest)):
+                self._send_all(part, read)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
+
+    def _send_all(self, data: memoryview, read: Callable[[], object] | None) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN | select.POLLOUT)
+        while read is not None and data:
+            if poll.poll()[0][1] == select.POLLIN:
+                read()
+            else:
+                data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
+        self.socket.sendall(data)
 
     def _recv(self, number: int, timeout_s: float | None) -> tuple[dict[str, Any], bytes, list[int]]:
         """Receive a whole message of this number and its descriptors; none stay open when it raises."""
@@ -224,10 +239,11 @@ class Link(Messages):
         message, payload = self.recv_bytes(timeout_s)
         return message, load(payload) if payload else {}
 
-    def send_bytes(self, message: Mapping[str, Any], payload: bytes) -> None:
-        """`send` with any bytes beside the message."""
+    def send_bytes(self, message: Mapping[str, Any], payload: bytes, read: Callable[[], object] | None = None) -> None:
+        """`send` with any bytes beside the message. `read` receives a message while this one has to wait: two ends that only send would
+        wait for each other for ever."""
         self._num_sent += 1
-        self._send(self._num_sent, message, payload)
+        self._send(self._num_sent, message, payload, read=read)
 
     def recv_bytes(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
         """`recv` of what `send_bytes` sent."""

@@ -77,7 +77,7 @@ class RoleProcess:
 
     def _send(self, what: str, arguments: Mapping[str, object]) -> RoleCall:
         try:
-            self._link.send_value((what, arguments))
+            self._link.send_value((what, arguments), self.read)
         except ChannelClosed as error:
             raise self._lost() from error
         self._num_sent += 1

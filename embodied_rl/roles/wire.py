@@ -42,11 +42,11 @@ class RoleLink(Link):
     info) arrives as its `repr`.
     """
 
-    def send_value(self, value: object) -> None:
-        """Send a value. Raises ChannelClosed."""
+    def send_value(self, value: object, read: Callable[[], object] | None = None) -> None:
+        """Send a value. `read`: see `send_bytes`. Raises ChannelClosed."""
         writer = _Writer()
         skeleton = writer.node(value)
-        self.send_bytes({"value": skeleton}, b"".join(writer.blocks))
+        self.send_bytes({"value": skeleton}, b"".join(writer.blocks), read)
 
     def recv_value(self, timeout_s: float | None = None) -> Any:
         """Receive the next value. Raises as `Link.recv`, and ValueError for an unknown type."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import socket
-from typing import Any
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +20,8 @@ from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ParsedActio
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
+from embodied_rl.roles import role_process
+from embodied_rl.roles.role_process import run_role
 from embodied_rl.roles.wire import RoleError, RoleLink, decode_error, encode_error
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
@@ -179,6 +185,40 @@ def test_unknown_objects_arrive_as_text_and_unknown_types_are_refused() -> None:
         receiver.recv_value(10.0)
     for one in (sender, receiver):
         one.close()
+
+
+class Echo:
+    """A role that answers with what it gets. Implements `Role`."""
+
+    asked: ClassVar[dict[str, Callable[..., Any]]] = {"echo": lambda value: value}
+    works_after = ()
+
+    def __init__(self, link: RoleLink) -> None:
+        self.close = link.close
+
+    def pump(self) -> bool:
+        return False
+
+
+def test_large_requests_and_large_answers_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds more than a socket does, and no answer is read before all requests are sent. The role runs in a thread here."""
+
+    def start(module: str, descriptor: int, **_: object) -> Any:
+        served = threading.Thread(target=run_role, args=(os.dup(descriptor), Echo), daemon=True)
+        served.start()
+        return SimpleNamespace(wait=served.join, returncode=0)
+
+    monkeypatch.setattr(role_process, "start_module", start)
+    role = role_process.RoleProcess("", "The role")
+    calls: list[role_process.RoleCall] = []
+    rooms = [np.full(2**20, number, np.uint8) for number in range(4)]
+    asking = threading.Thread(target=lambda: calls.extend(role.begin("echo", value=room) for room in rooms), daemon=True)
+    asking.start()
+    asking.join(20.0)
+    assert len(calls) == len(rooms), "both ends wait"
+    for call, room in zip(calls, rooms, strict=True):
+        assert np.array_equal(call.value(), room)
+    role.close()
 
 
 @pytest.mark.parametrize(
