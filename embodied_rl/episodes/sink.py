@@ -206,7 +206,10 @@ class EpisodeSink(Sink):
         self._late.append(rows)
         self._late_bytes += num_bytes
         self._fetch = None
-        if self._late_bytes > SPILL_BYTES and not self.is_closed:
+
+    def spill(self) -> None:
+        """Put received rows into the buffers, which write to files, if they are many. Raises UserError."""
+        if self._late_bytes > SPILL_BYTES:
             self.make_room()
 
     def await_rows(self, num_steps: int, fetch: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from embodied_rl.episodes.layout import Column, VideoFormat, is_extra, layout_fo
 from embodied_rl.episodes.part import Gathered, PartWriter, create_part, resume_part
 from embodied_rl.episodes.pictures import frame_rate
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingError, RecordingInfo
+from embodied_rl.errors import UserError
 from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1
@@ -113,12 +114,12 @@ class Gathering:
 
 def _written(waiting: Sequence[_Waiting], part: PartWriter) -> Iterator[None]:
     """Write episodes, a bit per item. Raises as `Gathering.flush`."""
-    errors: list[RecordingError] = []
+    errors: list[UserError] = []
     episodes: list[Gathered] = []
     for about, take in waiting:
         try:
             episodes.append((take(), about))
-        except RecordingError as error:
+        except UserError as error:
             errors.append(error)
         yield
     try:

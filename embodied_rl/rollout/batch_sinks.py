@@ -349,7 +349,7 @@ class BatchSinks:
             self._full.append(group)
 
     def _enter_group(self, group: SteadyGroup, absent: Sequence[int]) -> None:
-        """Move a group's slots into it from any earlier group."""
+        """Move a group's slots into it from any earlier group, and what they handed over to files if it is much."""
         for row, slot in enumerate(group.slots):
             if row not in absent:
                 sink = self._require(slot)
@@ -357,6 +357,7 @@ class BatchSinks:
                     raise RecordingError(f"The episode of slot {slot} has ended: finish or discard it first.")
                 if sink.columns is None:
                     sink.begin_as(group.layout)
+                sink.spill()
             if self._steady.get(slot) is not group:
                 self._leave_group(slot)
                 self._steady[slot], group.taken[row] = group, group.fill
@@ -374,8 +375,8 @@ class BatchSinks:
             sink.add_rows(dict(group.of_slot(group.rows[slot])), num_steps * group.step_bytes)
 
     def _hand_over_group(self, group: SteadyGroup) -> None:
-        fill = group.fill
-        parts = group.ended
+        """Give all episodes their rows. Writes nothing, so that a full disk loses none; the next step may."""
+        fill, parts, group.ready = group.fill, group.ended, False
         for slot, row in group.rows.items():
             sink, first = self._sinks[slot], group.taken[row]
             if sink is not None and self._steady.get(slot) is group and first < fill:

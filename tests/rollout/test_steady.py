@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import SteadyGroup
 from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.errors import UserError
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.sim.instrumented import PHYSICS
 from embodied_rl.types import ActionSpec, SimSpec, StepBatch, TensorSpec
@@ -241,5 +244,40 @@ def test_an_episode_that_is_much_waits_whole(tmp_path: Path, monkeypatch: pytest
         assert len(writer.gathering.waiting) == 2
     with open_recording(tmp_path / "r") as recording:
         assert validate(recording) == []
+        for found in recording:
+            assert_same_episode(found, episodes[found.seed])
+
+
+@pytest.mark.parametrize(("spill_bytes", "written"), [(20_000, [1, 2]), (15_000, [2])])
+def test_a_full_disk_does_not_lose_what_others_have_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spill_bytes: int, written: list[int]
+) -> None:
+    """Slot 0 has so many rows that they belong in a file, which cannot be made; slot 1 finished two episodes beside it.
+
+    With 15 kB, the first and longer of these belongs in a file, too.
+    """
+    slab, episodes = Slab(), {number: an_episode(number, length) for number, length in enumerate((90, 5, 3, 4))}
+    batch, playing = slab.batch(0, 2), {0: [0, 0], 1: [1, 0]}
+
+    def is_full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RecordingWriter(tmp_path / "r", info_of(SPEC), gather_s=1e9) as writer:
+        sinks = BatchSinks(writer, 2)
+        begin(sinks, 0, 0, episodes[0])
+        for number in (1, 2, 3):
+            playing[1] = [number, 0]
+            begin(sinks, 1, number, episodes[number])
+            for _ in range((5, 3, 2)[number - 1]):
+                step(sinks, batch, [0, 1], playing, episodes, slab)
+        monkeypatch.setattr("embodied_rl.episodes.buffers.tempfile.TemporaryFile", is_full)
+        for module in ("sink", "buffers"):
+            monkeypatch.setattr(f"embodied_rl.episodes.{module}.SPILL_BYTES", spill_bytes)
+        with contextlib.suppress(UserError):
+            writer.flush()
+        with pytest.raises(UserError, match="No space left"):
+            step(sinks, batch, [0, 1], playing, episodes, slab)
+    with open_recording(tmp_path / "r") as recording:
+        assert recording.seeds.tolist() == written
         for found in recording:
             assert_same_episode(found, episodes[found.seed])
