@@ -51,7 +51,7 @@ def _episode(filmed: FilmedEpisode) -> AgentEpisode:
 
 def is_captured(path: Path) -> bool:
     """Whether a folder contains sessions of an agent proxy rather than recorded episodes."""
-    first = next(iter(sorted(path.glob("*.json"))), None) if path.is_dir() else None
+    first = next(iter(sorted(path.glob("[!.]*.json"))), None) if path.is_dir() else None
     return first is not None and '"completion_id"' in first.read_text(encoding="utf-8", errors="replace")
 
 

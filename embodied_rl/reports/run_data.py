@@ -140,7 +140,7 @@ def load_run(path: Path | str) -> RunData:
         metrics=metrics,
         evaluations={name: content for name, content in evaluations.items() if content},
         faults=_shaped(_lines(folder / FAULTS_FILE, problems), [_FAULT], FAULTS_FILE, problems),
-        failures=[_dump(file) for file in sorted(folder.glob("failures/*.npz"))],
+        failures=[_dump(file) for file in sorted(folder.glob("failures/[!.]*.npz"))],
         videos=_videos(folder),
         dialogues=[*sorted(folder.glob("dialogues*.html")), *sorted(folder.glob("videos/**/*_dialogues*.html"))],
         curves_image=curves if curves.is_file() else None,
@@ -240,7 +240,7 @@ def _array(name: str, values: np.ndarray) -> dict[str, Any]:
 
 
 def _videos(folder: Path) -> list[Path]:
-    found = [*folder.glob("videos/**/*.mp4")]
+    found = [*folder.glob("videos/**/[!.]*.mp4")]
     movies = {path.with_suffix("") for path in found}
-    found += [path for path in folder.glob("videos/**/*.gif") if path.with_suffix("") not in movies]
+    found += [path for path in folder.glob("videos/**/[!.]*.gif") if path.with_suffix("") not in movies]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))

@@ -512,6 +512,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     answer = chat(proxy, [user("go")])
     assert answer["usage"]["completion_tokens"] <= 5
     proxy.close()
+    (tmp_path / ".agent.tmp-7.json").write_text('{"format": ')  # of a killed proxy
     (session,) = read_captured(tmp_path)
     assert (session.session, session.ended_by, len(session.turns)) == ("agent", "close", 1)
     session.save(tmp_path)

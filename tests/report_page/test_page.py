@@ -99,11 +99,15 @@ def test_a_large_video_is_a_link_that_moves_along(tmp_path: Path, monkeypatch: p
     assert "videos/a%20b.gif" in tight.links
 
 
-def test_a_gif_beside_its_mp4_is_not_shown_twice(tmp_path: Path) -> None:
+def test_a_gif_beside_its_mp4_is_not_shown_twice_and_half_files_of_a_killed_run_are_not_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", video=True)
     movie = next(run.glob("videos/*.mp4"))
     movie.with_suffix(".gif").write_bytes(b"GIF89a")
-    assert load_run(run).videos == [movie]
+    (run / "failures").mkdir()
+    for name in ("videos/.a.tmp-7.mp4", "videos/.a.tmp-7.gif", "failures/.a.tmp-7.npz"):
+        (run / name).write_bytes(b"half")
+    data = load_run(run)
+    assert (data.videos, data.failures) == ([movie], [])
 
 
 def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class CapturedSession:
 def read_captured(folder: Path) -> list[CapturedSession]:
     """Sessions in a proxy's folder, by name. Raises UserError: a file is not a captured session."""
     found = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("[!.]*.json")):
         try:
             found.append(CapturedSession.from_dict(parse_json(read_regular(path))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
