@@ -224,7 +224,8 @@ def _claim(run_dir: Path) -> IO[bytes] | None:
         claim = (run_dir / _LOCK).open("ab")
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not (run_dir / _LOCK).exists():  # a refused run has removed it since it was opened
+        # A refused run may have removed it since it was opened, and a third one made another.
+        if not (run_dir / _LOCK).exists() or os.fstat(claim.fileno()).st_nlink == 0:
             raise BlockingIOError
     except BlockingIOError:
         claim.close()

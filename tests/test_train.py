@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -358,6 +359,21 @@ def test_a_run_that_is_refused_leaves_no_folder_and_no_lock(tmp_path: Path) -> N
             train(load_train_config([*PENDULUM, "policy=cnn", f"run_dir={tmp_path}/{name}"]))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.name != ".lock" or path.parent.name == "mine")
     assert left == ["20260101-120000-seed2", "20260101-120000-seed2/source", "mine"]
+
+
+def test_a_folder_whose_lock_is_another_file_by_now_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this run opens the lock and locks it, a refused run removes it, and a third run makes its own."""
+    config, flock, third = load_train_config([*PENDULUM, f"run_dir={tmp_path}/run"]), fcntl.flock, contextlib.ExitStack()
+
+    def late(claim: IO[bytes], how: int) -> None:
+        (tmp_path / "run/.lock").unlink()
+        flock(third.enter_context((tmp_path / "run/.lock").open("ab")), how)
+        flock(claim, how)
+
+    with third, monkeypatch.context() as patched:
+        patched.setattr("embodied_rl.run_folder.fcntl.flock", late)
+        with pytest.raises(UserError, match="Another process is writing the run"):
+            find_run_folder(config, [])
 
 
 def test_the_last_run_of_a_seed_is_not_one_of_a_longer_number(tmp_path: Path) -> None:
