@@ -82,10 +82,15 @@ def driver_gpus() -> list[Gpu] | None:
         return None
     command = ["nvidia-smi", "--query-gpu=pci.bus_id,uuid,name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
-        if done.returncode not in (0, _WARNED):
-            raise ValueError(done.stdout + done.stderr or f"exit status {done.returncode}")
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("WARNING")]
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            listed, complaint = asked.communicate(timeout=_DRIVER_S)
+        except subprocess.TimeoutExpired:
+            asked.kill()  # and no wait for it, as `subprocess.run` does: where it hangs in the kernel, it does not end
+            raise
+        if asked.returncode not in (0, _WARNED):
+            raise ValueError(listed + complaint or f"exit status {asked.returncode}")
+        lines = [line for line in listed.splitlines() if not line.startswith("WARNING")]
         return _by_address((pci, uuid, name) for pci, uuid, name in (line.split(", ", 2) for line in lines))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise UserError(f"NVIDIA's driver does not answer ({brief(error, 200)}). Does nvidia-smi work here?") from error

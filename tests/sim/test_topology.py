@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,22 @@ def test_driver_is_asked(prints: str, found: list[tuple[str, str, str]] | None, 
         return
     with pytest.raises(UserError, match=r"driver does not answer \(.*\)\. Does nvidia-smi work here" if not status else "version mismatch"):
         driver_gpus()
+
+
+def test_a_question_to_the_driver_that_nothing_can_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that hangs in the kernel: here the signal does not come."""
+    killed = list[subprocess.Popen[str]]()
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexec {shutil.which('sleep')} 60\n", encoding="utf-8")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(topology_module, "_DRIVER_S", 0.2)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"does not answer .*timed out"):
+        driver_gpus()
+    assert time.monotonic() - began < 30.0
+    os.kill(killed[0].pid, signal.SIGKILL)
+    killed[0].communicate()
 
 
 def test_without_a_driver_there_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
