@@ -41,10 +41,10 @@ class Resident(Protocol):
         """{place: bytes} at present."""
 
     def offload(self) -> int:
-        """Move it out; return the bytes that the device gained. Does nothing if it is out."""
+        """Move it out; return the bytes moved, without those only freed. Does nothing if it is out."""
 
     def onload(self) -> int:
-        """Bring it back; return the bytes that it takes on the device."""
+        """Bring it back; return the bytes moved."""
 
 
 class Residency:
@@ -181,10 +181,9 @@ class Gradients(Resident):
         return _bytes_of(parameter.grad for parameter in self._parameters() if parameter.grad is not None)
 
     def offload(self) -> int:
-        freed = sum(self.num_bytes().values())
         for parameter in self._parameters():
             parameter.grad = None
-        return freed
+        return 0
 
     def onload(self) -> int:
         """Nothing to bring back: the next backward pass makes new ones."""

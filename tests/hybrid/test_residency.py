@@ -77,6 +77,16 @@ def test_memory_usage_counts_bytes_and_tied_weights_once() -> None:
     assert torch.equal(view, before["0.weight"][2:4])
 
 
+def test_freed_gradients_do_not_count_as_moved() -> None:
+    module, residency = nn.Linear(3, 3), Residency()
+    module(torch.ones(3)).sum().backward()
+    residency.register("gradients", Gradients(module.parameters))
+    assert residency.memory_usage() == {"gradients": {"cpu": 4 * 12}}
+    residency.begin("generation")
+    assert residency.memory_usage() == {"gradients": {}}
+    assert residency.metrics()["residency/moved_bytes"] == 0
+
+
 def test_nan_and_odd_types_come_back_bit_for_bit() -> None:
     tensors = [torch.tensor([float("nan"), -0.0, 1.0]), torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.tensor(True), torch.empty(0)]
     bits = [tensor.clone().view(-1).view(torch.uint8).tolist() for tensor in tensors]
