@@ -5,10 +5,13 @@ from __future__ import annotations
 import bisect
 import io
 import math
+import subprocess
+import unicodedata
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +38,9 @@ _SQUARE = 0.5
 _SHORTEST_S, _SLOWEST_FPS = 2.0, 5
 _MOST_LETTERS = 4_096
 """Letters of a line that are measured: no picture has room for more."""
+_SAMPLES = {"CJK": "中红円", "HANGUL": "가", "HIRAGANA": "あ", "KATAKANA": "ア"}
+"""{first word of a letter's Unicode name: letters that represent all of these in a search for a font}."""
+_MOST_SAMPLES, _SEARCH_S = 32, 10.0
 LONGEST_SIDE = 16_384
 """Longest side of an H.264 video in pixels that libx264 encodes."""
 
@@ -287,10 +293,43 @@ def load_font(size: int) -> FreeTypeFont:
 
 
 def font_for(text: str, font: FreeTypeFont) -> FreeTypeFont:
-    """`font`, or matplotlib's font, which covers more letters, if `font` lacks one of `text`'s."""
-    if text.isascii() or all(_has_letter(font, letter) for letter in set(text)):
+    """`font`, or if it lacks one of `text`'s letters, matplotlib's, which covers more, or an installed one."""
+    if text.isascii() or not _lacking(text, font):
         return font
-    return _wider_font(round(font.size))
+    wider = _wider_font(round(font.size))
+    return installed_font(text, wider) or wider
+
+
+def installed_font(text: str, font: FreeTypeFont) -> FreeTypeFont | None:
+    """An installed font for letters of `text` that `font` lacks; None: it lacks none, or no installed font has them."""
+    lacking = () if text.isascii() else _lacking(text, font)
+    samples = sorted({_SAMPLES.get(unicodedata.name(letter, "").partition(" ")[0], letter) for letter in lacking})
+    return _font_with("".join(samples[:_MOST_SAMPLES]), round(font.size)) if samples else None
+
+
+def _lacking(text: str, font: FreeTypeFont) -> list[str]:
+    return [letter for letter in set(text) if letter.isprintable() and not _has_letter(font, letter)]
+
+
+@lru_cache(maxsize=64)
+def _font_with(letters: str, size: int) -> FreeTypeFont | None:
+    """The font that fontconfig names for these letters; None, with a line the first time, if it has none of them."""
+    from PIL import ImageFont
+
+    pattern = f"sans:charset={' '.join(f'{ord(letter):x}' for letter in letters)}"
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        words = ["fc-match", "--format=%{file}\n%{index}", pattern]
+        path, index = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_SEARCH_S).stdout.split("\n")
+        font = ImageFont.truetype(path, size, int(index))
+        if any(_has_letter(font, letter) for letter in letters):
+            return font
+    _explain_boxes()
+    return None
+
+
+@cache
+def _explain_boxes() -> None:
+    warnings.warn("Pictures show boxes for letters that no installed font has; Debian's fonts-noto-cjk has many.", stacklevel=2)
 
 
 @lru_cache(maxsize=1024)

@@ -56,7 +56,7 @@ FLOORS: dict[str, set[str]] = {
     "sandbox": {"errors"},
     "distributed": {""},
     "compose": {"config"},
-    "sim": GROUND | {"config", "distributed", "sandbox"},
+    "sim": GROUND | {"config", "distributed", "sandbox", "video"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
     "episodes": GROUND | {"video"},

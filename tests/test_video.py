@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from embodied_rl import video
 from embodied_rl.episodes.layout import picture_column
 from embodied_rl.errors import UserError
+from embodied_rl.sim.instrumented import INK, text_panel
 from embodied_rl.video import (
     GREEN,
     GREY,
@@ -276,3 +279,40 @@ def test_letters_that_the_font_lacks_are_drawn_by_another() -> None:
         other = font_for(text, font)
         nothing = bytes(other.getmask("\uffff"))
         assert all(bytes(other.getmask(letter)) != nothing for letter in set(text) - {" "}), text
+
+
+def test_letters_of_an_installed_font_are_found_by_fontconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A font with one letter, a filled square, and a stand-in of fontconfig's command that names it."""
+    builder_of = pytest.importorskip("fontTools.fontBuilder").FontBuilder
+    pen_of = pytest.importorskip("fontTools.pens.ttGlyphPen").TTGlyphPen
+    builder, pen = builder_of(1000, isTTF=True), pen_of(None)
+    for step, point in enumerate(((0, 0), (0, 1000), (1000, 1000), (1000, 0))):
+        (pen.moveTo if step == 0 else pen.lineTo)(point)
+    pen.closePath()
+    builder.setupGlyphOrder([".notdef", "square"])
+    builder.setupCharacterMap({ord("中"): "square"})
+    builder.setupGlyf({".notdef": pen_of(None).glyph(), "square": pen.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (1000, 0), "square": (1000, 0)})
+    builder.setupHorizontalHeader(ascent=1000, descent=0)
+    builder.setupPost()
+    builder.save(tmp_path / "square.ttf")
+    command = tmp_path / "fc-match"
+    command.write_text(f"#!/bin/sh\necho $2 >> {tmp_path}/asked\nprintf '{tmp_path}/square.ttf\\n0'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for remembered in (video._font_with, video._explain_boxes):
+        remembered.cache_clear()
+    font = load_font(20)
+    for _ in range(2):
+        found = font_for("推中", font)
+        assert found.path == str(tmp_path / "square.ttf")
+    assert (tmp_path / "asked").read_text() == "sans:charset=4e2d 7ea2 5186\n", "once, with letters of all Chinese and Japanese fonts"
+    canvas = np.zeros((30, 60, 3), np.uint8)
+    with video.drawing(canvas) as draw:
+        video.write_line(draw, (0, 0), "中", font, 60)
+    assert (canvas[5:15, 2:18] == 255).all()
+    assert (text_panel("中中", 256) == INK).all(-1).sum() > 2 * 20**2, "the largest letters are 22 pixels wide"
+    with pytest.warns(UserWarning, match="Pictures show boxes for letters that no installed font has"):
+        assert font_for("가", font) is video._wider_font(20)
+    for remembered in (video._font_with, video._explain_boxes):
+        remembered.cache_clear()

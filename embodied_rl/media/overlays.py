@@ -111,9 +111,10 @@ def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list
 
 def _wrapped(text: str, frame: np.ndarray) -> list[str]:
     """At most two lines; the rest is cut when it is drawn."""
-    look = TextLook.of(frame)
-    letters = max(8, int((frame.shape[1] - 2 * look.pad) / max(1.0, font_for(text, look.font).getlength("n"))))
-    lines = textwrap.wrap(" ".join(text.split()), letters)
+    look, text = TextLook.of(frame), " ".join(text.split())
+    font = font_for(text, look.font)
+    letters = max(8, int((frame.shape[1] - 2 * look.pad) / max(1.0, font.getlength("n"), font.getlength(text) / max(1, len(text)))))
+    lines = textwrap.wrap(text, letters)
     kept = lines[:_INSTRUCTION_LINES]
     if len(lines) > _INSTRUCTION_LINES:
         kept[-1] = f"{kept[-1].rstrip(' .,;:')} …"

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
+from embodied_rl.video import installed_font
 
 DEFAULT_CAMERA = "default"
 """Camera of `SimEnv.render`."""
@@ -141,15 +143,16 @@ def text_panel(text: str, size: int) -> np.ndarray:
     lines: list[str] = []
     most = 2 * int(width * room / (_LETTER_WIDTH * _LINE_HEIGHT * smallest**2))  # letters, of which no more are wrapped than can be seen
     is_long, text = len(text) > most, text[-most:]
+    letter_width = _LETTER_WIDTH if installed_font(text, _font(largest)) is None else 1.0
     for height in range(largest, smallest - 1, -1):
-        columns, rows = max(8, int(width / (_LETTER_WIDTH * height))), max(1, int(room / (_LINE_HEIGHT * height)))
+        columns, rows = max(8, int(width / (letter_width * height))), max(1, int(room / (_LINE_HEIGHT * height)))
         lines = _wrapped(text, columns)
         if len(lines) <= rows:
             break
     cut = is_long or len(lines) > rows
     shown = lines[-(rows - 1) :] if cut and rows > 1 else lines[-rows:]
     image = Image.new("RGB", (size, size), PAPER)
-    draw, font = ImageDraw.Draw(image), _font(height)
+    draw, font = ImageDraw.Draw(image), installed_font(text, _font(height)) or _font(height)
     y = float(top)
     if cut:
         draw.text((margin, y), "…", fill=FAINT, font=font)
@@ -167,6 +170,7 @@ def _wrapped(text: str, columns: int) -> list[str]:
     return lines
 
 
+@lru_cache(maxsize=32)
 def _font(height: int) -> Any:
     """Fixed-width font for boards drawn in letters: matplotlib's, or Pillow's if that is missing."""
     from PIL import ImageFont
