@@ -18,7 +18,7 @@ COMMANDS = {
     "episodes": "inspect, check, convert, merge and split recordings",
     "offline_eval": "estimate a checkpoint's return from a recording, without a simulator",
     "report": "write the report page of one or several runs",
-    "plan": "predict memory and time of a placement",
+    "plan": "find the fastest placement on the devices of a cluster",
     "catalog": "list simulators, policies and algorithms; check a simulator",
     "doctor": "check what this machine can run and what is missing",
     "serve_envs": "serve simulators over HTTP",

@@ -101,12 +101,11 @@ MEANINGS = {
     "groups/consumed": Meaning("Groups of episodes that were trained on."),
     "groups/filtered": Meaning("Groups that the filters removed, for example because all their episodes had equal returns."),
     "groups/stale": Meaning("Groups dropped because their weights were too old."),
-    "groups/failed": Meaning("Groups dropped because a simulator failed."),
+    "groups/failed": Meaning("Groups dropped because an episode failed more often than it may be retried."),
     "groups/in_flight": Meaning("Groups with episodes still being played."),
     "groups/": Meaning("Counts of groups (episodes from the same initial state) by outcome."),
     "agent/turns": Meaning("Number of the iteration's answers."),
-    "agent/": Meaning("Statistics of the language agent: shares of its answers, and means per answer or program."),
-    "tools/": Meaning("Counts of the agent's tool calls and their outcomes."),
+    "agent/": Meaning("Statistics of the language agent: shares of its answers, tool calls, and means per answer or program."),
     "reward_worker/": Meaning("Episodes that the reward worker scored, and their waiting times."),
     "rollout/": Meaning("Age of the played steps when they are learned from, in versions of the weights."),
     "domains/": Meaning("Figures of one domain: of each batch's episodes, of its agent, starts and stored steps."),
@@ -117,7 +116,7 @@ MEANINGS = {
     "initialized/": Meaning("Episodes that start inside recorded ones."),
     "residency/": Meaning("Bytes of weights and simulators on and off the device, and the time to move them."),
     "roles/": Meaning("Times of playing, scoring and publishing, by process."),
-    "multiplex/": Meaning("How simulators of several kinds share the slots."),
+    "multiplex/": Meaning("Hosts lent to training: episodes that moved or were parked, and idle and shared time."),
     "utilisation/": Meaning("Shares of time that devices worked or waited."),
 }
 """{metric, or prefix of metrics up to a slash: its meaning}"""
