@@ -326,7 +326,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     # ---- evaluation, checkpoints ------------------------------------------------------------------------------------
 
     def evaluate(self, num_episodes: int, *, first_seed: int, title: str = "final evaluation") -> list[EpisodeSummary]:
-        """Play held-out seeds of every domain with the deterministic policy in the run's own simulators; their running episodes are lost.
+        """Play held-out seeds of every domain in the run's own simulators, whose running episodes are lost. The policy acts by its mode, or
+        at `evaluation.temperature`.
 
         If `max_minutes` ends first, fewer seeds are played. Simulators with `plays_itself` get as many as fit in the time left.
         """

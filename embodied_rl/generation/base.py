@@ -79,8 +79,9 @@ class Generator:
 
         Args:
             observation: {key: [n, ...]}.
-            noise: [n, A] float32: standard normal for continuous actions, uniform in [0, 1) for discrete ones (or as the policy's
-                `ActionLayout` says). The caller draws it, so that a run's randomness depends only on its seed. None: the mode.
+            noise: [n, noise_width] float32, as the policy's `ActionLayout` draws it: by default [n, A] standard normal for continuous
+                actions, uniform in [0, 1) for discrete ones. The caller draws it, so that a run's randomness depends only on its seed.
+                None: the mode.
         """
         raise RuntimeError(f"{type(self).__name__} does not act in this process.")
 

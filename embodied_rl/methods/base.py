@@ -27,7 +27,7 @@ class Experience:
     observation: TensorObservation
     """{key: [M, ...]} all observations of the policy, for its statistics; empty: the statistics stay unchanged."""
     data: Any
-    """What `Method.prepare` takes."""
+    """What was played, in the form that the method's own `prepare` reads."""
 
 
 class Method:
