@@ -73,7 +73,7 @@ COMMAND = Command(
             "output",
             WrittenFile,
             "JSON file to write, with a CSV file of all episodes beside it; default: evaluation.json in the run's folder, or for several "
-            "checkpoints the next free comparison.json",
+            "policies the next free comparison.json",
             None,
         ),
     ),
