@@ -168,7 +168,7 @@ class Policy(TrainedModule):
         """State which observations the policy reads, and which it ignores."""
         read = self.observation_keys
         left = [key for key in self.spec.observation if key not in read]
-        return f"The policy reads {', '.join(read) or 'nothing'}" + (f" and leaves {', '.join(left)}." if left else ".")
+        return f"The policy reads {', '.join(read) or 'nothing'}" + (f" and ignores {', '.join(left)}." if left else ".")
 
     @property
     def squashed(self) -> bool:

@@ -115,7 +115,7 @@ def test_vectors_and_images_are_read_together() -> None:
     sim = spec(BOTH)
     policy = make(PolicyConfig(encoder="mixed", hidden_sizes=(8, 16), normalize_observation=True), sim)
     assert policy.observation_keys == ("state", "rgb", "goal", "rgb_wrist")
-    assert policy.introduction() == "The policy reads state, rgb, goal, rgb_wrist and leaves map."
+    assert policy.introduction() == "The policy reads state, rgb, goal, rgb_wrist and ignores map."
     observation = observe(sim, 6)
     policy.update_statistics(observe(sim, 300))
     trunk = policy.trunk
