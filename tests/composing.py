@@ -24,12 +24,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from embodied_rl.files import configs_dir
 
 _parse, _list, _merge = OmegaConf.load, config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
-_word = OverridesParser.parse_rule
+_word, _load = OverridesParser.parse_rule, ConfigLoaderImpl._load_configuration_impl
 _choices = defaults_list._create_interpolation_map
 _OURS = f"file://{configs_dir()}"
 
@@ -85,6 +86,19 @@ def _word_once(self: OverridesParser, word: str, rule: str) -> object:
     return copy.copy(_read_word(word)) if rule == "override" else _word(self, word, rule)
 
 
+def _load_what_stays(self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], run_mode: RunMode, **how: bool) -> DictConfig:
+    """Without what Hydra notes below ``hydra``, which takes as long as the rest: `hydra.compose` leaves that away."""
+    words, repo = OverridesParser.create().parse_overrides(overrides), CachingConfigRepository(self.repository)
+    if how.get("from_shell", True) or any(word.is_hydra_override() for word in words):
+        return _load(self, config_name, overrides, run_mode, **how)
+    self.validate_sweep_overrides_legal(words, run_mode, from_shell=False)
+    kept = config_loader_impl.create_defaults_list(repo, config_name, words, prepend_hydra=True, skip_missing=False)
+    config = self._compose_config_from_defaults_list(kept.defaults, repo)
+    OmegaConf.set_struct(config, True)
+    self._apply_overrides_to_config(kept.config_overrides, config)
+    return config
+
+
 def _with_its_own_sources(self: CachingConfigRepository, delegate: ConfigRepository) -> None:
     """Of the repository that is copied its sources are replaced, if anything: there is no need to copy what they hold."""
     self.delegate, self.cache = copy.copy(delegate), {}
@@ -102,3 +116,4 @@ omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 config_loader_impl.create_defaults_list = _list_once
 defaults_list._create_interpolation_map = _choices_where_read
 ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
+ConfigLoaderImpl._load_configuration_impl = _load_what_stays

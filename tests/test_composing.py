@@ -29,6 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> dict[str, object
         patched.setattr(defaults_list, "_create_interpolation_map", composing._choices)
         patched.setattr(OverridesParser, "parse_rule", composing._word)
         patched.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composing._merge)
+        patched.setattr(ConfigLoaderImpl, "_load_configuration_impl", composing._load)
         return compose_config(words)
 
 
