@@ -57,8 +57,15 @@ IMPORTED = {
         "rich.table",
         "tests.composing",
     ),
-    "simulators": ("embodied_rl.sim.worker", "embodied_rl.serving.environments.host", "gymnasium"),
-    "maniskill": ("embodied_rl.sim.worker", "gymnasium", "embodied_rl.sim.robots.maniskill", "mani_skill.envs"),
+    "simulators": (
+        "embodied_rl.sim.worker",
+        "embodied_rl.serving.environments.host",
+        "embodied_rl.sim.robots.gymnasium",
+        "embodied_rl.sim.instrumented",
+        "embodied_rl.rollout.filmed",
+        "gymnasium.envs.classic_control",
+    ),
+    "maniskill": ("embodied_rl.sim.worker", "embodied_rl.sim.instrumented", "embodied_rl.sim.robots.maniskill", "mani_skill.envs"),
 }
 ALONE = {**thread_variables(1), "PYTHONHASHSEED": "0"}
 """What a simulator's process has in its environment, and its libraries read when they are imported."""
@@ -248,6 +255,8 @@ class _Simulated(threading.local):
 
 _simulated = _Simulated()
 _is_fork = False
+_status: int | None = None
+"""With which a fork ends whose module has ended: none after Ctrl+C, which is the signal's."""
 _begin = WorkerProcess.__init__
 _make_bell = Doorbell.__init__
 _BLOCKS = "EMBODIED_RL_TESTS_BLOCK"
@@ -358,17 +367,35 @@ def _use_once() -> None:
 
 def _run(module: str, servers: Mapping[str, Sequence[int]]) -> None:
     """Run the module of a fork, whose simulators are forks of these servers."""
-    with forked_simulators(blocks=_BLOCKS in os.environ) if servers else contextlib.nullcontext():
-        if module == "-c":
-            program = sys.argv.pop(1)
-            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
-        else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    global _status
+    try:
+        with forked_simulators(blocks=_BLOCKS in os.environ) if servers else contextlib.nullcontext():
+            if module == "-c":
+                program = sys.argv.pop(1)
+                exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+        _status = 0
+    except Exception:
+        _status = 1
+        raise
+    except SystemExit as end:
+        _status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        raise
+
+
+def _leave() -> None:
+    """End a fork when everything else has been done at its exit: to free what it has imported takes half a second, and tells nothing."""
+    if _status is not None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(_status)
 
 
 def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
     global _is_fork
+    atexit.register(_leave)  # before anything that is imported: the first is called last
     if kind == "maniskill":
         configure_rendering()
     for name in IMPORTED[kind]:

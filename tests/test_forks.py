@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from embodied_rl.distributed.processes import start_module
-from tests.forks import start_forked
+from tests.forks import run_forked, start_forked
 
 SAYS = """
 import os, sys
@@ -39,6 +40,19 @@ def test_it_is_as_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     (said, alone), (said_by_fork, together) = told
     assert said == said_by_fork == f"['N', 'word'] {tmp_path} so True __main__ b'handed on'"
     assert (alone, together) == ("False", "True")
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["print('kept until the end', end='')", "raise SystemExit", "raise SystemExit('words')", "1 / 0"],
+)
+def test_it_ends_as_any_python(tmp_path: Path, program: str) -> None:
+    """After its threads and what was registered for its exit, with everything that was written."""
+    program = f"import atexit, threading; atexit.register(print, 'last'); threading.Timer(0.1, print, ['later']).start(); {program}"
+    own = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    fork = run_forked("-c", program, cwd=tmp_path)
+    assert (fork.returncode, fork.stdout) == (own.returncode, own.stdout)
+    assert fork.stderr.splitlines()[-1:] == own.stderr.splitlines()[-1:]
 
 
 def test_it_is_killed_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
