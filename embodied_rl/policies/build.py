@@ -55,7 +55,7 @@ def custom_class(config: CustomPolicyConfig) -> type[Policy]:
     cls: object = POLICIES.load(config.target)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise UserError(f"policy.target='{config.target}' is not a policy: it must be a subclass of embodied_rl.policies.base.Policy.")
-    if cls.__init__ is torch.nn.Module.__init__:  # type: ignore[misc]
+    if cls.__init__ is torch.nn.Module.__init__:
         raise UserError(f"policy.target='{config.target}' has no constructor: give it `def __init__(self, spec: SimSpec, …)`.")
     check_constructor(cls, config.target, config.options, "policy.options", offered=("spec",))
     return cls
