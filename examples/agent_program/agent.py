@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def report(reward: float) -> None:
-    """Tell whoever trains the model how it went; in production nobody asks."""
+    """Post the reward if the program runs in training; in production there is no such address."""
     session = os.environ.get("EMBODIED_RL_SESSION_URL")
     if session is None:
         return

@@ -1,4 +1,4 @@
-"""CartPole by the cross-entropy method, without torch: the environment manager in somebody else's loop.
+"""CartPole by the cross-entropy method, without torch: the environment manager in another loop.
 
 `improve` knows gymnasium's vector interface and nothing of this project; `count_episodes` uses the manager's own, which
 does not wait for the slowest slot. Run it: python examples/use_the_env_manager/cross_entropy.py
@@ -71,7 +71,7 @@ def main() -> None:
         print(f"{time.perf_counter() - started:.1f} s with {manager.num_workers} worker processes")
         started = time.perf_counter()
         episodes = count_episodes(manager, num_steps=20_000, seed=1)
-        print(f"at random: {episodes} episodes, {20_000 / (time.perf_counter() - started):,.0f} steps/s, whoever is ready first")
+        print(f"at random: {episodes} episodes, {20_000 / (time.perf_counter() - started):,.0f} steps/s, each slot as soon as it is ready")
     assert "torch" not in sys.modules, "the environment manager needs no torch"
 
 

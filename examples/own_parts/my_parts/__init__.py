@@ -1,1 +1,1 @@
-"""Parts of one's own for embodied_rl."""
+"""Your own parts of embodied_rl: a loss, an advantage, a policy and a logger."""
