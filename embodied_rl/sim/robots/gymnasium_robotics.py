@@ -11,6 +11,7 @@ import io
 import math
 import operator
 import warnings
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -106,6 +107,8 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
         kwargs = {"terminate_on_tasks_completed": False, **kwargs, "tasks_to_complete": names}
     envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     if family == "maze":
+        for env in envs:
+            Path(env.unwrapped.tmp_xml_file_path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # MuJoCo has read it
         _check_map(envs[0].unwrapped.maze)  # type: ignore[attr-defined]
     for env in envs:
         cheapen_rendering(inner(env))

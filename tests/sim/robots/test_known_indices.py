@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -60,9 +62,10 @@ def test_fetch_and_hand_equal_the_packages_own_steps(task: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("task", MAZES)
 @pytest.mark.parametrize("continuing", [True, False])
-def test_point_mazes_step_as_their_package_does(task: str, continuing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_point_mazes_step_as_their_package_does(task: str, continuing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pushed towards the goal, which is reached, and begun anew or moved on to the next."""
     pytest.importorskip("gymnasium_robotics")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def play() -> list[Any]:
         sim = gymnasium_robotics.make(task, 1, continuing_task=continuing, reset_target=True)
@@ -81,6 +84,7 @@ def test_point_mazes_step_as_their_package_does(task: str, continuing: bool, mon
     monkeypatch.setattr(gymnasium_robotics, "know_indices", lambda env: None)
     require_equal(ours, play())
     assert {bool(success) for *_, success in ours} == {True, False}
+    assert list(tmp_path.iterdir()) == [], "the model's file is removed"
 
 
 METAWORLD = ("push-v3", "drawer-open-v3", "stick-pull-v3", "door-open-v3")  # one object, a quaternion of MuJoCo's, two objects, a handle
