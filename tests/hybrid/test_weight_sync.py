@@ -237,23 +237,6 @@ def move(policy: LanguagePolicy, seed: int) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-# ---- other machines -----------------------------------------------------------------------------------------------------
-
-
-def test_ray_object_store() -> None:
-    ray = pytest.importorskip("ray")
-    from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
-
-    ray.init(address="local", num_cpus=1, include_dashboard=False)  # never one that somebody else has started
-    try:
-        publisher = RayPublisher(bucket_bytes=1000)
-        references, _ = publisher.publish(same(4).items())
-        got = dict(ray_tensors(references))
-    finally:
-        ray.shutdown()
-    assert all(torch.equal(got[name], tensor) for name, tensor in same(4).items())
-
-
 def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     pending: list[int] = []
 

@@ -50,6 +50,9 @@ TWO_POLES = [
 ]
 """Two domains, each with its own network."""
 
+BARE = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+"""A Ray node without the processes that show and scale it, each of which imports Ray."""
+
 
 def groups_of(experience: Experience[dict[str, Any]]) -> list[EpisodeGroup]:
     """Those that an update learns from, ascending by number: a language policy's as they are, a robot's in each domain's batch."""

@@ -18,7 +18,7 @@ from embodied_rl.config import RayConfig
 from embodied_rl.errors import UserError
 from embodied_rl.roles.ray_cluster import prepare
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import GROUPS, assert_same_run, configured, curve, trained
+from tests.roles.runs import BARE, GROUPS, assert_same_run, configured, curve, trained
 from tests.short_run import last_of
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def cluster() -> Iterator[Any]:
     prepare(RayConfig(address="given"))
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **BARE})
     yield made
     import ray
 

@@ -24,7 +24,7 @@ from embodied_rl.hybrid.weight_sync import pack_tensors
 from embodied_rl.roles.ray_cluster import Need, needs_of, nodes_of, prepare, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
+from tests.roles.runs import BARE, GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 from tests.short_run import last_of
 
 RANKS = ["hybrid.sharding={num_shards: 2, micro_batch_size: 4}"]
@@ -41,7 +41,7 @@ def cluster() -> Iterator[Any]:
     prepare(RayConfig(address="given"))
     from ray.cluster_utils import Cluster as RayNodes
 
-    made: Any = RayNodes(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    made: Any = RayNodes(initialize_head=True, head_node_args={"num_cpus": 4, **BARE})
     made.second = made.add_node(num_cpus=3, node_ip_address="127.0.0.1")
     made.wait_for_nodes()
     yield made
