@@ -26,7 +26,7 @@ from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import Observation, SimSpec, StepBatch, StepBuffers
+from embodied_rl.types import Observation, SimSpec, StepBatch, StepBuffers, TensorSpec
 
 NUM_SLOTS = 16
 """What `embodied_rl.record` takes unless told otherwise."""
@@ -69,12 +69,13 @@ class Costs:
 
 
 class CameraSim(SimEnv):
-    """A simulator whose observation ``rgb`` is a picture for people, and not what a policy sees."""
+    """A simulator whose observation ``rgb`` is a picture for people. A policy sees the rest, or a zero if there is none."""
 
     def __init__(self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any]) -> None:
         self._sim: SimEnv = SimFactory(target, inner_task, inner_kwargs).make(num_envs)
         parts = dict(self._sim.spec.observation)
-        self.spec = dataclasses.replace(self._sim.spec, observation={f"{IMAGE}front": parts.pop("rgb"), **parts})
+        camera = {f"{IMAGE}front": parts.pop("rgb")}
+        self.spec = dataclasses.replace(self._sim.spec, observation={**camera, **(parts or {"nothing": TensorSpec((1,), "float32")})})
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         self._sim.reset(env_ids, seeds, self._inner(out), options)
