@@ -2,7 +2,7 @@
 
 ```
  rows ─▶ epochs ─▶ minibatches ─▶ Executor.step ─▶ Objective ─▶ gradients, Adam
-             ▲ KL stop    ▲ (seed, iteration)   └ not finite: NonFiniteLossError, nothing was stepped
+             ▲ KL stop    ▲ (seed, iteration)   └ not finite: NonFiniteError, nothing was stepped
 ```
 """
 
@@ -39,17 +39,6 @@ LEAST_IMAGES = 32
 _REFERENCE = "reference."
 _ADJUST = 31
 """Stream of randomness for `adjust_batch`."""
-
-
-class NonFiniteLossError(NonFiniteError):
-    """Raised for a minibatch whose loss or gradient is NaN or infinite; the parameters were not stepped with it."""
-
-    def __init__(self, message: str, rows: np.ndarray, batch: Mapping[str, np.ndarray]) -> None:
-        super().__init__(message)
-        self.rows = rows
-        """[n] int64 rows of the batch in the minibatch."""
-        self.batch = dict(batch)
-        """The minibatch, under the names of `Rows.tensors`."""
 
 
 def shuffled(generator: np.random.Generator, num_rows: int, minibatch_size: int) -> list[np.ndarray]:
@@ -99,8 +88,8 @@ class Learner:
             seed: seed of the shuffling.
             kl_coef: present coefficient of the KL term in the loss.
 
-        Raises NonFiniteLossError if a loss or gradient is not finite; the parameters were not stepped with it. The error carries the
-        minibatch; its `rows` index the rows that count (`Rows.counted`).
+        Raises NonFiniteError if a loss or gradient is not finite; the parameters were not stepped with it. Its `batch` is the
+        minibatch, under the names of `Rows.tensors`.
         """
         config, rate = self.config, scheduled(self.config, progress)
         generator = np.random.default_rng(np.random.SeedSequence(list(seed)))
@@ -128,7 +117,7 @@ class Learner:
 
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
         """Learn the masked tokens by cross-entropy; return the last epoch's mean loss. The optimizer's state is cleared afterwards.
-        Raises NonFiniteLossError as `update` does."""
+        Raises NonFiniteError as `update` does."""
         rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(cast("LanguagePolicy", self.policy), self.config)
         generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))
         total = num_epochs * -(-len(sequences) // minibatch_rows)
@@ -145,7 +134,7 @@ class Learner:
     def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any, Any]] = ()) -> Figures:
         """Take one step of each objective, in order, on all of these rows, for methods that learn from a stream of minibatches.
         `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only if an objective shows it. Raises
-        NonFiniteLossError as `update` does; earlier steps were taken."""
+        NonFiniteError as `update` does; earlier steps were taken."""
         taken: Figures = {}
         with compute_threads(self.compute_threads):
             for objective in objectives or (self.objective,):
@@ -164,8 +153,9 @@ class Learner:
         norms = " and ".join(str(figures[norm_name(group)]) for group in objective.groups)
         what = objective.what or f"{self.config.loss} loss"
         text = f"The {what} is {figures['loss']} and its gradient's norm {norms} on {len(own)} {objective.unit}."
-        minibatch = rows.chosen(torch.from_numpy(own)).tensors()
-        raise NonFiniteLossError(text, own, {name: tensor.cpu().numpy() for name, tensor in minibatch.items()})
+        error = NonFiniteError(text)
+        error.batch = {name: tensor.cpu().numpy() for name, tensor in rows.chosen(torch.from_numpy(own)).tensors().items()}
+        raise error
 
     # ---- without gradients ------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Method:
         raise NotImplementedError
 
     def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-        """Train and return metrics. Raises NonFiniteLossError."""
+        """Train and return metrics. Raises NonFiniteError."""
         raise NotImplementedError
 
     def play_ahead(self) -> None:

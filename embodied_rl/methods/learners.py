@@ -44,7 +44,7 @@ class PolicyLearner:
         raise NotImplementedError
 
     def update(self, prepared: Any, *, iteration: int, progress: float) -> dict[str, float]:
-        """Make one update after a share `progress` of the run; return its metrics. Raises NonFiniteLossError."""
+        """Make one update after a share `progress` of the run; return its metrics. Raises NonFiniteError."""
         raise NotImplementedError
 
     @property

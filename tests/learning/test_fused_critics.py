@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, HybridConfig, OffPolicyConfig
+from embodied_rl.errors import NonFiniteError
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor
 from embodied_rl.learning.fused import FusedCritics
-from embodied_rl.learning.learner import Learner, NonFiniteLossError, make_learner
+from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.recorded import CriticsObjective, steps_of
 from embodied_rl.learning.rows import TransitionRows
 from embodied_rl.policies.q_ensemble import ActorWithCritics
@@ -128,6 +129,6 @@ def test_nan_stops_before_the_parameters_are_touched() -> None:
     before = {name: tensor.clone() for name, tensor in networks.state_dict().items()}
     rows = rows_of(networks, 0)
     rows.reward[3] = np.nan
-    with pytest.raises(NonFiniteLossError, match="critics"):
+    with pytest.raises(NonFiniteError, match="critics"):
         updated(learner, networks, rows)
     assert all(torch.equal(tensor, before[name]) for name, tensor in networks.state_dict().items())

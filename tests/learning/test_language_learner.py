@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig
+from embodied_rl.errors import NonFiniteError
 from embodied_rl.learning.episode_objectives import TokenObjective
-from embodied_rl.learning.learner import Learner, NonFiniteLossError, make_learner
+from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
@@ -184,6 +185,6 @@ def test_numbers_that_are_not_finite_stop_before_the_step(tmp_path: Path) -> Non
     advantage = data.advantage.clone()
     advantage[0, 6] = float("nan")
     broken = dataclasses.replace(data, advantage=advantage)
-    with pytest.raises(NonFiniteLossError, match="ppo_clip loss is nan"):
+    with pytest.raises(NonFiniteError, match="ppo_clip loss is nan"):
         own.update(evaluated(own, broken), minibatch_rows=5, progress=0.0, seed=[1])
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())

@@ -150,11 +150,11 @@ def test_nan_stops_before_the_parameters_are_touched(allow_fused: bool) -> None:
     with pytest.raises(NonFiniteError, match="300 rows") as caught:
         update_on(learner, batch, 0, 1, 0)
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
-    rows, arrays = caught.value.rows, caught.value.batch  # type: ignore[attr-defined]
-    assert sorted(rows.tolist()) == list(range(300))
+    arrays = caught.value.batch
+    assert arrays is not None
     (place,) = np.flatnonzero(np.isnan(arrays["returns"]))
-    assert rows[place] == 17
     assert np.array_equal(arrays["observation.state"][place], batch.observation["state"][17].numpy())
+    assert len(arrays["returns"]) == 300
 
 
 @pytest.mark.parametrize("allow_fused", [True, False])

@@ -12,9 +12,8 @@ import torch
 
 from embodied_rl.config import AlgorithmConfig, CloningConfig, OffPolicyConfig
 from embodied_rl.episodes.dataset import Transitions
-from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.executors import LocalExecutor
-from embodied_rl.learning.learner import NonFiniteLossError
 from embodied_rl.learning.optimizer import Optimizer
 from embodied_rl.learning.recorded import CriticsObjective, transition_rows
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
@@ -136,12 +135,13 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows() -> None:
     policy = make_policy(SPEC)
     learner = Cloner(policy, cloning())
     before = parameters(policy)
-    with pytest.raises(NonFiniteLossError, match="cloning loss is nan") as caught:
+    with pytest.raises(NonFiniteError, match="cloning loss is nan") as caught:
         learner.epoch([rows(np.array([np.nan]), np.array([0.0]))], 1e-3)
+    assert caught.value.batch is not None
     assert np.isnan(caught.value.batch["observation.state"]).all()
     assert all(torch.equal(before[name], value) for name, value in parameters(policy).items())
     critics = Critics(make_policy(SPEC), off_policy(update="awac"))
-    with pytest.raises(NonFiniteLossError, match="on 2 steps"):
+    with pytest.raises(NonFiniteError, match="on 2 steps"):
         critics.update(rows(np.zeros(2), np.zeros(2), np.array([np.inf, 0.0])), np.random.default_rng(0), learning_rate=1e-3)
     # Nor does a finite loss step any group of an objective if the gradient of one is not finite.
     policy = make_policy(SPEC, distribution="squashed")
@@ -150,7 +150,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows() -> None:
     entropy_coef = soft.networks.log_entropy_coef.detach().clone()
     before = parameters(policy)
     next(policy.actor.parameters()).register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(NonFiniteLossError, match=r"loss of policy and entropy is -?\d.* norm nan and \d"):
+    with pytest.raises(NonFiniteError, match=r"loss of policy and entropy is -?\d.* norm nan and \d"):
         soft.update(rows(np.zeros(2), np.zeros(2)), np.random.default_rng(0), learning_rate=1e-3)
     assert all(torch.equal(before[name], value) for name, value in parameters(policy).items())
     assert torch.equal(soft.networks.log_entropy_coef, entropy_coef)

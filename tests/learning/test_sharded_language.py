@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig, LanguageConfig, ShardingConfig
+from embodied_rl.errors import NonFiniteError
 from embodied_rl.learning.episode_objectives import TokenObjective
-from embodied_rl.learning.learner import Learner, NonFiniteLossError, make_learner
+from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from tests.policies.language_models import random_sequences, tiny
@@ -124,7 +125,7 @@ def test_two_ranks_train_as_one_process(folder: Path, options: dict[str, Any], t
         again = learner.state_tensors()
         assert [name for name, tensor in found_state.items() if not torch.equal(again[name], tensor)] == []
         bad = TokenBatch(batch.sequences, batch.mask, batch.advantage * torch.nan, batch.behaviour_log_prob, batch.chunk_id, batch.positive)
-        with pytest.raises(NonFiniteLossError, match="nan"):
+        with pytest.raises(NonFiniteError, match="nan"):
             learn(learner, bad, 0)
     finally:
         ranks.close()

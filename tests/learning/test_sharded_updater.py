@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
-from embodied_rl.errors import UserError
+from embodied_rl.errors import NonFiniteError, UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.hybrid.engine import HybridEngine, make_engine
 from embodied_rl.learning import sharded_checkpoint
-from embodied_rl.learning.learner import Learner, NonFiniteLossError
+from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective, divide
 from embodied_rl.learning.rank_hosts import TrainWorkerError
 from embodied_rl.learning.ranks import RankExecutor
@@ -103,7 +103,7 @@ def test_two_ranks_train_as_one_process_and_go_on_from_its_state() -> None:
         # What is not finite is said, and not stepped with.
         bad = dataclasses.replace(batch, advantage=torch.where(torch.arange(ROWS) == 7, torch.nan, batch.advantage))
         before = learner.state_tensors()
-        with pytest.raises(NonFiniteLossError, match="nan"):
+        with pytest.raises(NonFiniteError, match="nan"):
             update(learner, bad, 0, 5, 0)
         assert update(learner, batch, 0, 5, 0)["grad_norm"] > 0
         assert int(before["step"]) <= int(learner.state_tensors()["step"])
