@@ -387,8 +387,7 @@ class Stepwise(TokenBackend):
         """{request in flight: its tokens so far}, oldest first."""
         self._ready: list[Completion] = []
         self._paused = False
-        self._paused_before: bool | None = None
-        """Whether sampling was paused when the memory was released; None: the memory is there."""
+        """Whether the memory is released."""
         self._lock = threading.Lock()
         self._callers = 0
         self._callers_lock = threading.Lock()
@@ -459,17 +458,16 @@ class Stepwise(TokenBackend):
         Requests in flight stay; the weights at the time of restoring recompute their keys and values.
         """
         with self._turn():
-            if self._paused_before is not None:
+            if self._paused:
                 return 0
-            freed = self._free()
-            self._paused_before, self._paused = self._paused, True
+            freed, self._paused = self._free(), True
             return freed
 
     def restore_memory(self) -> None:
         with self._turn():
-            if self._paused_before is not None:
+            if self._paused:
                 self._refill()  # first: if it fails (out of memory), nothing is sampled without it, and it can be tried again
-                self._paused, self._paused_before = self._paused_before, None
+                self._paused = False
 
     def close(self) -> None:
         """Drop requests in flight."""
@@ -488,16 +486,6 @@ class Stepwise(TokenBackend):
                     ready, self._ready = self._ready, []
                     return ready
             self._let_others_in()
-
-    def pause(self) -> None:
-        """Stop sampling between two tokens; requests in flight keep their state."""
-        with self._turn():
-            self._paused = True
-
-    def resume(self) -> None:
-        """Continue where `pause` stopped."""
-        with self._turn():
-            self._paused = False
 
     def _enough(self, min_ready: int) -> bool:
         return len(self._ready) >= max(min_ready, 1) or self.num_in_flight == 0

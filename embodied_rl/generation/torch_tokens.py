@@ -303,7 +303,7 @@ class TorchTokens(Stepwise):
             self._kept.clear()
             for row in self._rows:
                 row.shares &= self._on_update == "recompute"
-            if self._on_update == "recompute" and self._paused_before is None:
+            if self._on_update == "recompute" and not self._paused:
                 self._refill()
 
     @property
@@ -609,7 +609,7 @@ class TorchTokens(Stepwise):
     def _remove(self, index: int) -> None:
         """Move the last active row to the place of an ended one, so that active rows always come first."""
         ended, last = self._rows[index], self._rows.pop()
-        place, holds = len(self._rows), self._paused_before is None
+        place, holds = len(self._rows), not self._paused
         if index < place:
             self._rows[index] = last
         if not holds or not ended.shares or ended.cached < self._least_shared:

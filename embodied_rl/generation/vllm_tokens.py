@@ -424,7 +424,7 @@ class VLLMTokens(tokens.Stepwise):
     @property
     def cache_bytes(self) -> int:
         """Current size of keys and values, over all workers."""
-        return 0 if self._paused_before is not None and self.can_free_memory else self._cache_bytes
+        return 0 if self._paused and self.can_free_memory else self._cache_bytes
 
     def _free(self) -> int:
         """Put the engine to sleep. On GPUs this frees memory (vLLM's sleep level 1); the CPU build keeps it, and the engine only stops."""

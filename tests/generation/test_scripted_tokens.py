@@ -37,15 +37,15 @@ def test_empty_answers_are_answers() -> None:
     assert not found.trainable
 
 
-def test_pause_abort_and_version() -> None:
+def test_release_abort_and_version() -> None:
     backend = ScriptedTokens(lambda asked: [3])
     backend.submit([request(1), request(2)])
-    backend.pause()
+    backend.release_memory()
     backend.abort([2, 77])
     (aborted,) = backend.poll()
     assert (aborted.request_id, aborted.finish_reason, aborted.num_tokens) == (2, "aborted", 0)
     backend.load_weights(6, [])
-    backend.resume()
+    backend.restore_memory()
     (answered,) = backend.poll()
     assert answered.request_id == 1
     assert answered.version.tolist() == [6]

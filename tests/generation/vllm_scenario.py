@@ -183,12 +183,12 @@ def ends(player: Player) -> dict[str, Any]:
 
 
 def in_flight(player: Player) -> dict[str, Any]:
-    """Pause, new weights, abort, resume, while requests are under way."""
+    """Release of memory, new weights, abort, restoring, while requests are under way."""
     version = player.backend.version + 1
     requests = player.requests(5, max_new_tokens=200, prompt_ids=np.array([7, 8, 9]))
     player.backend.submit(requests)
     _let_some_tokens_come(player)
-    player.backend.pause()
+    player.backend.release_memory()
     early = {completion.request_id: completion for completion in player.backend.poll(timeout_s=0.2)}
     paused = player.backend.num_in_flight
     old_error_model = player.policy.generation_model()
@@ -197,7 +197,7 @@ def in_flight(player: Player) -> dict[str, Any]:
     still_paused = player.backend.poll(timeout_s=0.2)
     player.backend.abort([requests[4].request_id])
     aborted = player.backend.poll(timeout_s=5)
-    player.backend.resume()
+    player.backend.restore_memory()
     got = early | {completion.request_id: completion for completion in aborted} | player.drain(4 - len(early))
     last = got[requests[4].request_id]
     old = 0.0

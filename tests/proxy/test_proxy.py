@@ -566,7 +566,7 @@ class Endless(ScriptedTokens):
 
     def __init__(self) -> None:
         super().__init__(lambda asked: [1])
-        self.pause()
+        self.release_memory()
         self._so_far: list[int] = []
 
     def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
@@ -582,7 +582,7 @@ def complete(pump: BackendPump, gone: Callable[[], bool] = lambda: False) -> Com
 
 def test_a_client_that_is_gone_aborts_its_request() -> None:
     backend = ScriptedTokens(lambda asked: [1])
-    backend.pause()
+    backend.release_memory()
     pump = BackendPump(backend)
     left: list[bool] = []
     gone: Callable[[], bool] = lambda: left.append(True) or len(left) > 2  # noqa: E731
