@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.generation import tokens
+from embodied_rl.policies.language_weights import as_in_files
 from embodied_rl.policies.model_folder import (
     check_model_folder,
     check_tokenizer,
@@ -355,7 +356,7 @@ class VLLMTokens(tokens.Stepwise):
             keep_transformers_classes()
         self._engine = _started(options, arguments)
         self._finalizer = weakref.finalize(self, _shut_down, self._engine)
-        self._options, self.can_constrain = options, _has_tokenizer(options)
+        self._options, self._config, self.can_constrain = options, config, _has_tokenizer(options)
         self._context = int(self._engine.model_config.max_model_len)
         if self._vision is not None:
             self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
@@ -410,7 +411,7 @@ class VLLMTokens(tokens.Stepwise):
                 self._engine.wake_up(tags=["weights"])
                 self._weights_are_here = True
             try:
-                self._engine.collective_rpc("embodied_load_tensors", args=(tensors,))
+                self._engine.collective_rpc("embodied_load_tensors", args=(as_in_files(self._config, tensors),))
             except Exception as error:  # any exception of the model's own code
                 raise UserError(
                     f"vLLM cannot load the new weights, and may now serve a mixture of old and new: {first_line(error)}"

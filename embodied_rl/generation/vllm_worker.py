@@ -1,7 +1,8 @@
 """Code inside vLLM's worker: loads weights in place, and reports both log-probabilities of every token.
 
 vLLM imports this module before it loads the model (``worker_extension_cls``). On CPUs vLLM would pack linear layers for fast products, and
-packed layers cannot be reloaded, so this module switches packing off. Importing it changes vLLM for the whole process.
+packed layers cannot be reloaded, so this module switches packing off. A mixture's experts are packed after each load, and kept as loaded.
+Importing it changes vLLM for the whole process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import vllm._custom_ops
 import vllm.model_executor.layers.utils
 import vllm.v1.worker.gpu_model_runner
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
@@ -23,6 +25,17 @@ from embodied_rl.generation.vllm_tokens import OWN_COLUMN, SAMPLING_COLUMN
 
 vllm._custom_ops._supports_onednn = False
 vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+if current_platform.is_cpu():
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    _pack = CPUUnquantizedExperts.process_weights_after_loading
+
+    def _keep_and_pack(self: Any, layer: Any) -> None:
+        layer.embodied_loaded, layer.embodied_pack = (layer.w13_weight, layer.w2_weight), functools.partial(_pack, self, layer)
+        _pack(self, layer)
+
+    setattr(CPUUnquantizedExperts, "process_weights_after_loading", _keep_and_pack)  # noqa: B010  # as `Sampler.forward` below
 
 _forward = Sampler.forward
 _unmasked: list[Tensor] = []
@@ -83,7 +96,14 @@ class WorkerExtension:
 
         It uses the model's `load_weights`, not vLLM's ``reload_weights``, which leaves tied embeddings wrong.
         """
-        return len(self.model_runner.model.load_weights(iter(tensors)))
+        model = self.model_runner.model
+        packed = [part for part in model.modules() if hasattr(part, "embodied_pack")]
+        for part in packed:
+            part.w13_weight, part.w2_weight = part.embodied_loaded
+        count = len(model.load_weights(iter(tensors)))
+        for part in packed:
+            part.embodied_pack()
+        return count
 
     def embodied_cache_bytes(self) -> int:
         """Size of this worker's keys and values; layers may share a tensor's memory."""

@@ -6,8 +6,8 @@ import copy
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +24,7 @@ from embodied_rl.policies.vision_inputs import VisionInputs
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 VALUE_HEAD = "value_head/value_head.safetensors"
@@ -104,6 +104,22 @@ def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
         own[name].copy_(tensor)
         count += 1
     return count
+
+
+def as_in_files(config: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a mixture of experts as transformers' files have them, under other names or expert by expert; others as they are. What
+    differs only in that experts are joined stays as it is, too: vLLM knows it, and thousands of tensors would take long."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+    found = get_checkpoint_conversion_mapping(config.model_type) or []
+    patterns = [pattern for conversion in found for pattern in conversion.source_patterns]
+    if not any(isinstance(conversion, WeightConverter) for conversion in found) or all(one.endswith("_proj.weight") for one in patterns):
+        yield from tensors
+        return
+    model: Any = SimpleNamespace(config=config, _weight_conversions=found)  # what it reads of one
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 class LanguageWeights(TrainedModule):

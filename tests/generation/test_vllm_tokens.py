@@ -45,6 +45,27 @@ def test_latent_attention_is_refused_before_an_engine_starts(tmp_path: Path) -> 
         VLLMTokens(VLLMOptions(str(tmp_path)))
 
 
+def played(scenario: str, *arguments: str) -> dict[str, Any]:
+    """What a scenario found in a process of its own; its log-probabilities are the trainer's after each update."""
+    command = [sys.executable, "-m", f"tests.generation.{scenario}", *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=570, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    updates = found["updates"]
+    assert max(updates["errors"]) < TOLERANCE
+    assert updates["versions"] == [[0], [1], [2], [3]]
+    assert min(updates["moved"]) > 0.1, "the updates moved the policy, or equality shows nothing"
+    return found
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_new_weights_of_a_mixture_reach_its_experts() -> None:
+    played("vllm_scenario", "--mixture")
+
+
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(580)
@@ -54,17 +75,7 @@ def test_latent_attention_is_refused_before_an_engine_starts(tmp_path: Path) -> 
     ids=" ".join,
 )
 def test_engine(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "tests.generation.vllm_scenario", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=570, check=False)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert len(lines) == 1
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
-
-    updates = found["updates"]
-    assert max(updates["errors"]) < TOLERANCE
-    assert updates["versions"] == [[0], [1], [2], [3]]
-    assert min(updates["moved"]) > 0.1, "the updates moved the policy, or equality shows nothing"
+    found = played("vllm_scenario", *arguments)
 
     settings = found["settings"]
     assert settings["sampling_error"] < TOLERANCE
@@ -127,16 +138,8 @@ def test_engine(arguments: list[str]) -> None:
 @pytest.mark.timeout(580)
 def test_pictures() -> None:
     """A vision-language model in the layout of LLaVA: log-probabilities are the trainer's, after updates of its vision tower too."""
-    command = [sys.executable, "-m", "tests.generation.vllm_vision_scenario"]
-    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=570, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
-    updates = found["updates"]
-    assert max(updates["errors"]) < TOLERANCE
-    assert updates["versions"] == [[0], [1], [2], [3]]
-    assert min(updates["moved"]) > 0.1, "the updates moved the policy, or equality shows nothing"
-    assert updates["blind"] > 0.1, "pictures matter, or equality shows nothing"
+    found = played("vllm_vision_scenario")
+    assert found["updates"]["blind"] > 0.1, "pictures matter, or equality shows nothing"
     assert found["images"] == 0.0, "the token of a picture is not the policy's to say"
     without_tokens, hot = found["refused"]
     assert "has 0 image tokens, but its 1 images take 4" in without_tokens

@@ -54,6 +54,7 @@ def configs(vocab_size: int) -> dict[str, Any]:
             moe_intermediate_size=16,
             shared_expert_intermediate_size=16,
         ),
+        "mixtral": transformers.MixtralConfig(**sizes, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
         # Scores within ±1.
         "gemma2_capped": transformers.Gemma2Config(**sizes, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=1.0),
         # Learned positions, and dropout of 0.1 unless it is switched off.
@@ -63,10 +64,11 @@ def configs(vocab_size: int) -> dict[str, Any]:
     }
 
 
-def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
-    """A folder with a model of a family and a tokenizer."""
+def make_model(kind: str, folder: Path, seed: int = 0, **options: Any) -> Path:
+    """A folder with a model of a family and a tokenizer. `options`: values of its configuration."""
     tokenizer = train_tokenizer(TEXTS, 300)
     config = configs(len(tokenizer))[kind]
+    config.update(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
-from embodied_rl.policies.language_weights import load_named_weights
+from embodied_rl.policies.language_weights import as_in_files, load_named_weights
 from tests.policies.language_models import alone, load, make_model, random_sequences
 
 LENGTHS = ((4, 9), (1, 3), (2, 6))
@@ -220,3 +220,13 @@ def test_damaged_value_head(folder: Path, tmp_path: Path) -> None:
     saved = build(folder, value_head="linear").save_model(tmp_path / "out")
     with pytest.raises(UserError, match=r"value head in .* does not fit"):
         build(saved, value_head="mlp")
+
+
+@pytest.mark.parametrize(("kind", "as_saved"), [("mixtral", True), ("qwen2_moe_sliding", False), ("llama", True)])
+def test_weights_as_in_files(tmp_path: Path, kind: str, as_saved: bool) -> None:
+    """Against transformers' own file; joined experts that vLLM knows stay joined."""
+    policy = build_language_policy(LanguageConfig(str(make_model(kind, tmp_path))))
+    config, named = policy.base.config, dict(policy.named_weights())
+    stored, found = load_file(tmp_path / "model.safetensors"), dict(as_in_files(config, named.items()))
+    assert found.keys() == (stored if as_saved else named).keys()
+    assert all(torch.equal(found[name], (stored if as_saved else named)[name]) for name in found)
