@@ -256,7 +256,7 @@ class _Simulated(threading.local):
 _simulated = _Simulated()
 _is_fork = False
 _status: int | None = None
-"""With which a fork ends whose module has ended: none after Ctrl+C, which is the signal's."""
+"""With which a process ends that has nothing left to do: none after Ctrl+C, which is the signal's."""
 _begin = WorkerProcess.__init__
 _make_bell = Doorbell.__init__
 _BLOCKS = "EMBODIED_RL_TESTS_BLOCK"
@@ -385,7 +385,7 @@ def _run(module: str, servers: Mapping[str, Sequence[int]]) -> None:
 
 
 def _leave() -> None:
-    """End a fork when everything else has been done at its exit: to free what it has imported takes half a second, and tells nothing."""
+    """End when everything else has been done at the exit: to free what was imported takes half a second, and tells nothing."""
     if _status is not None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -394,7 +394,7 @@ def _leave() -> None:
 
 def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
-    global _is_fork
+    global _is_fork, _status
     atexit.register(_leave)  # before anything that is imported: the first is called last
     if kind == "maniskill":
         configure_rendering()
@@ -405,6 +405,7 @@ def main(kind: str, descriptor: int) -> Callable[[], object]:
     gc.freeze()
     asked = _serve(socket.socket(fileno=descriptor))
     if asked is None:
+        _status = 0
         return lambda: None
     request, received = asked
     os.setpgid(0, 0)
