@@ -140,7 +140,7 @@ def test_a_killed_recorders_films_go_when_the_next_one_comes(tmp_path: Path) -> 
             assert mine.exists(), "somebody lives in it"
         assert not other.exists()
     done = {episode.seed for episode in open_recording(folder)}
-    assert len(done) >= 3
+    assert len(done) >= 2, "a film is moved before its episode's row is written"
     record_painting(folder, RecordingPlan(max(done) + 3), painting(step_s=0.01), resume=True)
     check(folder, list(range(max(done) + 3)))
 
