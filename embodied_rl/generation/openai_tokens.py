@@ -239,7 +239,7 @@ def _message(data: object) -> str:
 Result = TypeVar("Result")
 
 _END_S = 60.0
-"""Seconds for the loop's thread to end, even on a machine that stalls."""
+"""Seconds for requests and connections to end, and again for the loop's thread, even on a machine that stalls."""
 
 
 @dataclass(frozen=True)
@@ -420,11 +420,17 @@ class OpenAITokens(tokens.TokenBackend):
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        for ending in (self._abort(list(self._tasks)), self._client.aclose(), self._loop.shutdown_asyncgens()):
-            self._wait(ending, _END_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_END_S)
-        self._loop.close()
+        try:
+            self._wait(self._end(), _END_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_END_S)
+            self._loop.close()
+
+    async def _end(self) -> None:
+        await self._abort(list(self._tasks))
+        await self._client.aclose()
+        await self._loop.shutdown_asyncgens()
 
     # ---- requests and answers -----------------------------------------------------------------------------------------
 

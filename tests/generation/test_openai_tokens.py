@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
 import threading
 import time
@@ -444,6 +445,16 @@ def test_options_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UserError, match=message):
             OpenAIOptions(**{"base_url": "http://127.0.0.1:9/v1", "model": "toy", **options})
+
+
+def test_closing_ends_its_thread_though_a_connection_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = OpenAITokens(OpenAIOptions("http://127.0.0.1:9/v1", "toy"))
+    monkeypatch.setattr(openai_tokens, "_END_S", 0.5)
+    monkeypatch.setattr(backend._client, "aclose", asyncio.Event().wait)
+    with pytest.raises(TimeoutError):
+        backend.close()
+    assert not backend._thread.is_alive()
+    backend.close()
 
 
 def test_closing_ends_everything(serve: Any, tmp_path: Path) -> None:
