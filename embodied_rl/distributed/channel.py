@@ -85,14 +85,16 @@ class Messages:
             raise ChannelClosed(str(error)) from error
 
     def _send_all(self, data: memoryview, read: Callable[[], object] | None) -> None:
+        if read is None:
+            self.socket.sendall(data)
+            return
         poll = select.poll()
         poll.register(self.socket, select.POLLIN | select.POLLOUT)
-        while read is not None and data:
+        while data:
             if poll.poll()[0][1] == select.POLLIN:
                 read()
             else:
                 data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
-        self.socket.sendall(data)
 
     def _recv(self, number: int, timeout_s: float | None) -> tuple[dict[str, Any], bytes, list[int]]:
         """Receive a whole message of this number and its descriptors; none stay open when it raises."""

@@ -143,7 +143,7 @@ def text_panel(text: str, size: int) -> np.ndarray:
     lines: list[str] = []
     most = 2 * int(width * room / (_LETTER_WIDTH * _LINE_HEIGHT * smallest**2))  # letters, of which no more are wrapped than can be seen
     is_long, text = len(text) > most, text[-most:]
-    letter_width = _LETTER_WIDTH if installed_font(text, _font(largest)) is None else 1.0
+    letter_width = _LETTER_WIDTH if installed_font(text, _font(largest)) is None else 1.0  # Chinese letters are as wide as high
     for height in range(largest, smallest - 1, -1):
         columns, rows = max(8, int(width / (letter_width * height))), max(1, int(room / (_LINE_HEIGHT * height)))
         lines = _wrapped(text, columns)

@@ -346,10 +346,8 @@ def main() -> None:
         player = Player(Path(folder), **vars(options))
         try:
             found = {"updates": updates(player)}
-            found |= (
-                {}
-                if options.mixture
-                else {
+            if not options.mixture:
+                found |= {
                     "settings": settings(player),
                     "ends": ends(player),
                     "in_flight": in_flight(player),
@@ -358,7 +356,6 @@ def main() -> None:
                     "structures": structures(player),
                     "refusals": refusals(player),
                 }
-            )
         finally:
             player.backend.close()
             player.backend.close()
