@@ -1,8 +1,8 @@
 """Training while episodes are played, with bounded staleness, against waiting for all of them: episodes with a long tail.
 
-``python benchmarks/asynchrony.py``: the group queue is the real one, in real time and two threads; what GPUs would do is slept. A GPU
-decodes one message of each of its episodes per round, and a round takes almost as long for few as for many, since reading the weights is
-what takes the time. Synchronous runs have all GPUs for both, in turns; asynchronous ones split them.
+``python benchmarks/asynchrony.py``: the group queue is the real one, in real time, used by two threads under one lock; what GPUs would do
+is slept. A GPU decodes one message of each of its episodes per round, and a round takes almost as long for few as for many, since reading
+the weights is what takes the time. Synchronous runs have all GPUs for both, in turns; asynchronous ones split them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Player(threading.Thread):
     def __init__(self, trace: LongTail, queue: GroupQueue, gpus: int) -> None:
         super().__init__(daemon=True)
         self.trace, self.queue, self.gpus = trace, queue, gpus
+        self.lock = threading.Lock()
+        """Held around each use of the queue, which is for one thread."""
         self.stop = threading.Event()
         self.busy_s = 0.0
         self.error: BaseException | None = None
@@ -54,8 +56,9 @@ class Player(threading.Thread):
         left: dict[Assignment, int] = {}
         try:
             while not self.stop.is_set():
-                while len(left) < self.trace.num_slots and (assignment := self.queue.next_assignment()) is not None:
-                    left[assignment] = self.trace.length(assignment)
+                with self.lock:
+                    while len(left) < self.trace.num_slots and (assignment := self.queue.next_assignment()) is not None:
+                        left[assignment] = self.trace.length(assignment)
                 if not left:
                     time.sleep(0.0005)  # all places are held: the trainer has its turn
                     continue
@@ -65,8 +68,9 @@ class Player(threading.Thread):
                 self.busy_s += seconds * min(len(left), self.gpus)
                 for assignment in [a for a, rest in left.items() if rest == 1]:
                     del left[assignment]
-                    episode = episode_of(assignment, self.trace.length(assignment), self.queue.version)
-                    assert self.queue.finished(assignment, episode), "nothing is abandoned here"
+                    with self.lock:
+                        episode = episode_of(assignment, self.trace.length(assignment), self.queue.version)
+                        assert self.queue.finished(assignment, episode), "nothing is abandoned here"
                 left = {assignment: rest - 1 for assignment, rest in left.items()}
         except BaseException as error:
             self.error = error
@@ -81,7 +85,11 @@ def run(trace: LongTail, side: Side, num_steps: int, warm_up: int) -> Result:
     ages: list[int] = []
     train_busy_s, measured_from, busy_from = 0.0, 0.0, 0.0
     for step in range(warm_up + num_steps):
-        while (batch := queue.take(step)) is None:
+        while True:
+            with player.lock:
+                batch = queue.take(step)
+            if batch is not None:
+                break
             if player.error is not None:
                 raise player.error
             time.sleep(0.001)
@@ -90,7 +98,8 @@ def run(trace: LongTail, side: Side, num_steps: int, warm_up: int) -> Result:
         messages = sum(episode.num_messages for group in batch for episode in group.episodes)
         seconds = trace.train_s(messages, side.train_gpus)
         time.sleep(seconds)
-        queue.published(step + 1)
+        with player.lock:
+            queue.published(step + 1)
         train_busy_s += seconds * side.train_gpus * (step >= warm_up)
         if step == warm_up - 1:
             measured_from, busy_from = time.perf_counter(), player.busy_s
