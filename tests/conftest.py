@@ -93,7 +93,9 @@ def pytest_runtest_setup() -> None:
     if "torch" in sys.modules:
         import torch
 
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed looks at every kind of device: a millisecond
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 _FORK_SIMULATORS = ("golden", "hybrid", "learning", "methods", "policies", "roles", "rollout", "vla")

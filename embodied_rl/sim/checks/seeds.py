@@ -183,7 +183,10 @@ def independent_of_global_random(s: Session) -> str:
         np.random.seed(state)  # noqa: NPY002
         random.seed(state)
         if "torch" in sys.modules:
-            sys.modules["torch"].manual_seed(state)
+            torch = sys.modules["torch"]
+            torch.default_generator.manual_seed(state)  # `torch.manual_seed` takes a millisecond, for absent devices too
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed_all(state)
 
     s.same_again(s.parts, "with the process-wide random generators seeded anew before every call", before=disturb)
     return "numpy.random and random seeded anew before every call: the same"
