@@ -90,7 +90,8 @@ def test_a_folders_model_is_played_as_it_is(tmp_path: Path) -> None:
     texts = ["You are here. up down left right", *("P . . G H",) * 3]
     folder = make_tiny_model(tmp_path / "model", texts)
     for name in ("first", "second"):
-        main(["sim=frozenlake", "policy=language", f"policy.model={folder}", *ACTIONS, "num_episodes=3", f"output={tmp_path / name}.json"])
+        words = [f"policy.model={folder}", "sim.max_episode_steps=8", "num_episodes=3", f"output={tmp_path / name}.json"]
+        main(["sim=frozenlake", "policy=language", *ACTIONS, *words])
     document = json.loads((tmp_path / "first.json").read_text())
     assert document["policy"] == f"language ({folder})"
     assert document["model"]["path"] == "model", "as seen from the file"

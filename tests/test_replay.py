@@ -23,15 +23,15 @@ from tests.short_run import one_line_error, told
 pytestmark = pytest.mark.usefixtures("forked")
 
 
-def recorded(folder: Path, *argv: str) -> Path:
-    record([*argv, f"output={folder}"])
+def recorded(folder: Path, *argv: str, num_workers: int = 1) -> Path:
+    record([*argv, f"sim.num_workers={num_workers}", f"output={folder}"])
     return folder
 
 
 @pytest.fixture(scope="module")
 def key_door(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded") / "key_door"
-    return recorded(folder, "sim=key_door", "num_episodes=4", "sim.num_slots=4", "states=physics")
+    return recorded(folder, "sim=key_door", "num_episodes=4", "sim.num_slots=4", "states=physics", num_workers=2)
 
 
 def rewritten(source: Path, folder: Path, change: Any, **info: Any) -> Path:
@@ -194,7 +194,7 @@ def test_metaworld_is_exact(tmp_path: Path) -> None:
 @pytest.mark.ci_sample
 def test_maniskill_by_state_and_by_action(tmp_path: Path) -> None:
     pytest.importorskip("mani_skill")
-    argv = ("sim=maniskill_pickcube", "sim.kwargs.control_mode=pd_ee_delta_pos", "num_episodes=2", "sim.num_slots=2", "sim.num_workers=1")
+    argv = ("sim=maniskill_pickcube", "sim.kwargs.control_mode=pd_ee_delta_pos", "num_episodes=2", "sim.num_slots=2")
     physics = open_recording(recorded(tmp_path / "physics", *argv, "states=physics"))
     assert physics.success_once.all()
     for by in ("action", "state"):

@@ -74,7 +74,7 @@ class Comparison:
     """Rounds after which the leader is chosen; what is still open is as fast, or the measurement is noise."""
     leader: Setting
     """Fastest open setting after its price (`WORTH`) is added."""
-    _middle: Callable[[Sequence[float]], float] = staticmethod(statistics.mean)
+    _middle: Callable[[Sequence[float]], float] = staticmethod(statistics.fmean)
 
     def __init__(self, settings: Iterable[Setting], rounds: Iterable[Mapping[Setting, float]] = ()) -> None:
         """Replay `rounds`, which were measured before. Raises KeyError as `add`."""

@@ -29,7 +29,7 @@ PUCK = "tests.sim.check_toys:Puck"
 
 def check_puck(fault: str, new_processes: bool = False, **kwargs: Any) -> CheckReport:
     factory = SimFactory(PUCK, kwargs={"fault": fault, **kwargs})
-    return check_sim(factory, steps=50, longest_episode=200, new_processes=new_processes)
+    return check_sim(factory, steps=25, longest_episode=200, new_processes=new_processes)
 
 
 # ---- good simulators ------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class RobosuiteSim(DrawnSim):
         self._random = [PrivateRandom() for _ in range(num_envs)]
         self.envs: list[MujocoEnv] = []
         for random in self._random:
-            with random.active(0):  # building draws from the process-wide generators
+            with random.active(0), MODELS.all_kept():  # building draws from the process-wide generators
                 self.envs.append(build())
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
         """Last readings of robosuite's sensors; pictures are drawn separately, on observation."""
@@ -528,10 +528,12 @@ def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.
 
 class CompiledModels:
     """Compiled models by their XML. A model that comes a second time in a row is kept, and then copied in an eighth of the time; a task
-    that draws object sizes writes another XML each time."""
+    that draws object sizes writes another XML each time. What an environment is built with is kept at once: the environments beside it are
+    built with the same, and most tasks begin their first episode with it."""
 
     def __init__(self) -> None:
         self._last, self._kept = "", ("", None)
+        self._keeps_all = False
 
     def of(self, xml: str) -> MjModel:
         """A separate model for each caller."""
@@ -541,10 +543,23 @@ class CompiledModels:
         if kept is not None and known == xml:
             return copy.copy(kept)
         model = mujoco.MjModel.from_xml_string(xml)
-        if xml == self._last:
+        if xml == self._last or self._keeps_all:
             self._kept = xml, copy.copy(model)
         self._last = xml
         return model
+
+    @contextlib.contextmanager
+    def all_kept(self) -> Iterator[None]:
+        """Keep each model that is compiled inside."""
+        self._keeps_all = True
+        try:
+            yield
+        finally:
+            self._keeps_all = False
+
+
+MODELS = CompiledModels()
+"""Of all robosuite environments of this process."""
 
 
 @functools.cache
@@ -552,11 +567,9 @@ def keep_models() -> None:
     """Let all robosuite environments of this process share compiled models."""
     from robosuite.environments import base
 
-    models = CompiledModels()
-
     class KeptSim(base.MjSim):  # type: ignore[misc, name-defined, unused-ignore]
         @classmethod
         def from_xml_string(cls, xml: str) -> KeptSim:
-            return cls(models.of(xml))
+            return cls(MODELS.of(xml))
 
     vars(base)["MjSim"] = KeptSim

@@ -250,6 +250,10 @@ def test_models_that_are_copied_are_as_compiled() -> None:
     for xml, found in zip((first, second, first, first, first, first, second, first), held, strict=True):
         assert same(found, compiled(xml)) == (found is not held[4])
     assert models._kept[0] == first
+    with models.all_kept():
+        models.of(second)
+    assert models._kept[0] == second
+    assert same(models.of(second), compiled(second))
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_equals_gymnasium_bit_for_bit(task: str, options: dict[str, Any]) -> Non
     assert isinstance(ours, LocomotionSim)
     plain = GymnasiumSim([make_one(task, **options) for _ in range(3)], task=task)
     ends = 0
-    for mine, theirs in zip(play(ours, 400), play(plain, 400), strict=True):
+    for mine, theirs in zip(play(ours, 200), play(plain, 200), strict=True):
         np.testing.assert_array_equal(mine["observation"], theirs["observation"])
         np.testing.assert_array_equal(mine["reward"], theirs["reward"])
         np.testing.assert_array_equal(mine["ends"], theirs["ends"])

@@ -63,11 +63,11 @@ for task in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def plain_aloha(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the same four actions and, of each task, what gym-aloha makes of them. It draws three pictures a step, so a few have to
+    """A folder with the same two actions and, of each task, what gym-aloha makes of them. It draws three pictures a step, so two have to
     do; in a process of its own, because dm_control's drawing does not notice what else draws beside it."""
     pytest.importorskip("gym_aloha")
     folder = tmp_path_factory.mktemp("aloha")
-    np.save(folder / "actions.npy", np.random.default_rng(0).uniform(-1, 1, (4, 14)).astype(np.float32))
+    np.save(folder / "actions.npy", np.random.default_rng(0).uniform(-1, 1, (2, 14)).astype(np.float32))
     subprocess.run([sys.executable, "-c", PLAIN_ALOHA, folder, *sorted(aloha.TASKS)], check=True)
     return folder
 
@@ -138,14 +138,14 @@ def test_aloha_success_is_the_cube_in_the_left_hand_in_the_air() -> None:
 
 @pytest.mark.parametrize("task", sorted(aloha.TASKS))
 def test_aloha_continues_bit_by_bit(task: str) -> None:
-    """In another slot and in another simulator of the process, over 200 steps."""
+    """In another slot and in another simulator of the process, over 100 steps."""
     first, second = aloha.make(task, 2), aloha.make(task, 1)
     assert_depends_on_seed_alone(first)
     out, other = StepBuffers.allocate(first.spec, 2), StepBuffers.allocate(second.spec, 1)
     first.reset([0], [5], out)
     start, rng = out.observation["state"][0, :14].copy(), np.random.default_rng(1)
     low, high = np.array(first.spec.action.low), np.array(first.spec.action.high)
-    actions = np.clip(start + rng.uniform(-0.4, 0.4, (240, 1, 14)), low, high).astype(np.float32)
+    actions = np.clip(start + rng.uniform(-0.4, 0.4, (140, 1, 14)), low, high).astype(np.float32)
     for action in actions[:40]:
         first.step([0], action, out)
     saved = first.snapshot(0)
@@ -158,7 +158,7 @@ def test_aloha_continues_bit_by_bit(task: str) -> None:
         np.testing.assert_array_equal(state, first._physics[1].data.qpos)
         np.testing.assert_array_equal(state, second._physics[0].data.qpos)
         assert out.reward[0] == out.reward[1] == other.reward[0]
-    assert first._elapsed == [240, 240]
+    assert first._elapsed == [140, 140]
     assert np.abs(out.observation["state"][0, :14] - start).max() > 0.1, "nothing moved"
     with pytest.raises(SnapshotError):
         aloha.make(next(name for name in aloha.TASKS if name != task), 1).restore(0, saved)
@@ -351,7 +351,7 @@ def test_robotics_tasks_depend_on_their_seed_alone_and_continue(task: str) -> No
     assert sim.spec.reports_success
     assert sim.spec.instruction
     assert_depends_on_seed_alone(sim)
-    out, actions = StepBuffers.allocate(sim.spec, 2), actions_for(sim, 230)
+    out, actions = StepBuffers.allocate(sim.spec, 2), actions_for(sim, 130)
     sim.reset([0], [5], out)
     for action in actions[:30]:
         sim.step([0], action[None], out)
