@@ -11,7 +11,6 @@ from typing import Any
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.files import write_atomic
-from embodied_rl.reading import yaml_text
 from embodied_rl.specs import show_action, show_part
 from embodied_rl.types import SimSpec
 from embodied_rl.versions import machine, versions
@@ -46,8 +45,8 @@ def python_of(command: str) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, _, value in (word.partition("=") for word in variables)), "python"])
 
 
-def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, spec: SimSpec) -> str:
-    """The card's text; `document`: content of ``state.json``."""
+def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, written: str, spec: SimSpec) -> str:
+    """The card's text; `document`: content of ``state.json``, `written`: the configuration as YAML."""
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
     installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
     action = show_action(spec.action)
@@ -93,7 +92,7 @@ action = policy.predict(observation)
 
 ## Configuration
 ```yaml
-{config_yaml(config).rstrip()}
+{written.rstrip()}
 ```
 
 ## Versions
@@ -106,7 +105,3 @@ def _of_domain(role: str, config: TrainConfig) -> str:
     """One domain's simulator and policy, and the folder of its model for other tools."""
     place = f", in `{Path('model', model_place(role))}`" if config.policy.name == "language" else ""
     return f"`sim={config.sim.name}`, {config.policy.name}{place}"
-
-
-def config_yaml(config: TrainConfig) -> str:
-    return yaml_text(config.to_dict())

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl import __version__
-from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card
+from embodied_rl.checkpoint.card import CARD_FILE, model_card
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
@@ -50,7 +50,7 @@ from embodied_rl.files import (
     sum_of_document,
     sums_of,
 )
-from embodied_rl.reading import parse_json, parse_yaml, read_regular
+from embodied_rl.reading import parse_json, parse_yaml, read_regular, yaml_text
 from embodied_rl.specs import spec_differences
 from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import SimSpec
@@ -176,7 +176,7 @@ def save_checkpoint(
     in_model = {name: place for name, place in (exported or {}).items() if name in policy}
     content = {"step": int(step), "command": command, "metrics": {name: float(value) for name, value in metrics.items()}}
     content |= {"spec": spec.to_dict(), "base": None if base is None else dict(base), "exported": in_model, "state": state}
-    written = config_yaml(config)
+    written = yaml_text(config.to_dict())
     document = _document(content, written)
     temporary: Path | None = None
     try:
@@ -188,7 +188,7 @@ def save_checkpoint(
         write_policy(temporary, policy, in_model)
         write_tensors(temporary / LEARNER_FILE, learner)
         (temporary / CONFIG_FILE).write_text(written, encoding="utf-8")
-        (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
+        (temporary / CARD_FILE).write_text(model_card(final, document, config, written, spec), encoding="utf-8")
         if parts is not None:
             os.rename(parts(), temporary / SHARDED_FOLDER)
         _write_state(temporary, document)
