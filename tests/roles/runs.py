@@ -20,7 +20,7 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import EpisodeGroup
 
-QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
+QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=1", "sim.num_slots=4", "stop_at_success=null"]
 ROLLOUTS = [
     *("sim=pendulum", *QUICK, "algorithm.rollout_steps=32", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"),
     *("algorithm.normalize_reward=true", "hybrid.num_threads=1"),

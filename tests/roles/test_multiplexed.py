@@ -101,11 +101,11 @@ def check_lent(player: RolloutWorker) -> None:
     assert sum(one.finished for one in counts) == episodes.accepted + episodes.failed + episodes.timed_out + episodes.abandoned
 
 
-SHORT = [*GROUPS, "sim.max_episode_steps=40"]
+SHORT = [*GROUPS, "sim.max_episode_steps=40", "sim.num_workers=2"]
 SHORT_DOMAINS = [f"domains.{name}.sim.{key}" for name in ("near", "far") for key in ("max_episode_steps=40", "num_workers=2")]
 WITHIN = [
     *("experiment=initialized_sampling", *QUICK, "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2"),
-    *("policy.hidden_sizes=[16]", "algorithm.initialized={mode: parallel, share: 0.7, expert_episodes: 2}"),
+    *("sim.num_workers=2", "policy.hidden_sizes=[16]", "algorithm.initialized={mode: parallel, share: 0.7, expert_episodes: 2}"),
 ]
 """Groups that start inside an expert's episodes."""
 
