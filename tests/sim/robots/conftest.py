@@ -16,7 +16,7 @@ configure_rendering()
 
 import mujoco  # noqa: E402
 
-_compile = mujoco.MjModel.from_xml_path
+_compile, _compile_text = mujoco.MjModel.from_xml_path, mujoco.MjModel.from_xml_string
 
 
 @functools.lru_cache(maxsize=8)
@@ -28,7 +28,17 @@ def _compile_once(filename: str, assets: dict[str, bytes] | None = None) -> mujo
     return _compile(filename, assets) if assets else copy.copy(_compiled(filename, Path(filename).stat().st_mtime_ns))
 
 
+@functools.lru_cache(maxsize=4)
+def _compiled_text(xml: str) -> mujoco.MjModel:
+    return _compile_text(xml)
+
+
+def _compile_text_once(xml: str, assets: dict[str, bytes] | None = None) -> mujoco.MjModel:
+    return _compile_text(xml, assets) if assets else copy.copy(_compiled_text(xml))
+
+
 mujoco.MjModel.from_xml_path = staticmethod(_compile_once)
+mujoco.MjModel.from_xml_string = staticmethod(_compile_text_once)
 
 
 @pytest.fixture(scope="module", autouse=True)
