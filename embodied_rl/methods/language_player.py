@@ -233,7 +233,7 @@ def read_model(config: LanguageConfig, folder: Path) -> ModelReader:
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"Cannot read the model's configuration in '{folder}': {error}") from error
     vision = VisionInputs.read(folder, hf_config) if is_vision_language(hf_config) else None
-    return ModelReader(config, ChatTokenizer.read(folder), hf_config, vision)
+    return ModelReader(config, ChatTokenizer.read(folder, hf_config), hf_config, vision)
 
 
 def blank_policy(config: LanguageConfig, folder: Path) -> LanguagePolicy:

@@ -12,7 +12,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.policies.model_folder import check_tokenizer, first_line, import_transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text, or a list of parts {"type": "text" | "image", …}}"""
@@ -30,15 +30,16 @@ class ChatTokenizer:
         self._source = source
 
     @staticmethod
-    def read(folder: str | Path) -> ChatTokenizer:
-        """Read from a model folder. Raises UserError: there is no tokenizer, or it cannot be read."""
+    def read(folder: str | Path, config: PretrainedConfig | None = None) -> ChatTokenizer:
+        """Read from a model folder, whose config.json is read too unless it is given as `config`.
+        Raises UserError: there is no tokenizer, or it cannot be read."""
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"Tokenizer folder '{folder}' does not exist.")
         check_tokenizer(folder)
         transformers = import_transformers()
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"Cannot read the tokenizer in '{folder}': {type(error).__name__}: {first_line(error)}") from error
         return ChatTokenizer(tokenizer, str(folder))

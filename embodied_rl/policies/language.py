@@ -291,8 +291,8 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
         model_folder.check_model_folder(Path(config.folder))
     model_folder.check_tokenizer(Path(config.folder))  # before reading gigabytes
     model = model_folder.load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device, weights=weights)
-    tokenizer = ChatTokenizer.read(config.folder)
     described = base_of(model).config
+    tokenizer = ChatTokenizer.read(config.folder, described)
     vision = VisionInputs.read(config.folder, described) if model_folder.is_vision_language(described) else None
     policy = LanguagePolicy(with_lora(model, config), config, tokenizer, vision).to(device)
     for folder in (config.adapter, config.model):

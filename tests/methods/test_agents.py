@@ -263,27 +263,27 @@ CRITIC = ("algorithm.advantage=gae", "algorithm.gamma=0.9", "policy.value_head=m
     ],
 )
 def test_a_critic_learns_beside_the_model(tmp_path: Path, task: tuple[str, ...]) -> None:
-    run_dir = run(tmp_path / "run", *CRITIC, *task, "total_steps=600")
+    run_dir = run(tmp_path / "run", *CRITIC, *task, "total_steps=400")
     rows = [row for row in logged(run_dir) if "train/loss" in row]
     assert len(rows) >= 4
     assert {"train/value_loss", "train/explained_variance"} <= rows[0].keys()
     assert rows[-1]["train/value_loss"] < 0.8 * rows[0]["train/value_loss"]
     policy = load_checkpoint(run_dir).policy
     assert policy["value_head.2.weight"].abs().max() > 0, "it is zero at first"
-    assert_same_run(run_dir, run(tmp_path / "apart", *CRITIC, *task, "total_steps=600", "hybrid=disaggregated"))
+    assert_same_run(run_dir, run(tmp_path / "apart", *CRITIC, *task, "total_steps=400", "hybrid=disaggregated"))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", "total_steps=300", "checkpoint.every_steps=100", "checkpoint.keep_last=10")
+    whole = run(tmp_path / "whole", "total_steps=200", "checkpoint.every_steps=100", "checkpoint.keep_last=10")
     first = sorted((whole / "checkpoints").glob("step_*"))[0]
-    assert load_checkpoint(first).step < 300
+    assert load_checkpoint(first).step < 200
     # The earlier checkpoint in a folder of its own, as after an interruption.
     (tmp_path / "part" / "checkpoints").mkdir(parents=True)
     shutil.copytree(first, tmp_path / "part" / "checkpoints" / first.name)
     shutil.copy(whole / "run.json", tmp_path / "part")
     resumed = train(
-        load_train_config([*QUICK, "total_steps=300", f"resume={tmp_path / 'part' / 'checkpoints' / first.name}"]),
-        overrides=["total_steps=300", f"resume={first}"],
+        load_train_config([*QUICK, "total_steps=200", f"resume={tmp_path / 'part' / 'checkpoints' / first.name}"]),
+        overrides=["total_steps=200", f"resume={first}"],
     )
     assert resumed == tmp_path / "part"
     assert same_tensors(whole, resumed)

@@ -65,8 +65,8 @@ def test_a_language_policy_has_a_critic_for_the_domains_that_want_one(tmp_path: 
 
 def test_each_domain_has_its_own_starts_inside_episodes_and_resumes_to_the_bit(tmp_path: Path) -> None:
     starts = "{share: 0.6, success_return: 15, sources: [success], chunk_steps: 4, min_episodes: 2}"
-    task = [*TWO_POLES, f"algorithm.initialized={starts}", "domains.near.algorithm.initialized.share=0.3", "total_steps=2500"]
-    task += ["checkpoint.every_steps=900", "checkpoint.keep_last=9"]
+    task = [*TWO_POLES, f"algorithm.initialized={starts}", "domains.near.algorithm.initialized.share=0.3", "total_steps=1400"]
+    task += ["checkpoint.every_steps=500", "checkpoint.keep_last=9"]
     whole = trained(tmp_path / "whole", *task)
     last = curve(whole)[-1]
     assert last["domains/near/initialized/sources"] > 0
@@ -80,7 +80,9 @@ def test_each_domain_has_its_own_starts_inside_episodes_and_resumes_to_the_bit(t
     assert_same_run(whole, train(configured(part, *task, "resume=auto")))
 
 
-DOOR = "{name: key_door, target: 'embodied_rl.sim.robots.key_door:KeyDoor', task: KeyDoor, num_slots: 4, num_workers: 1}"
+SHORT = "task: KeyDoor, max_episode_steps: 80"
+"""The expert needs 60."""
+DOOR = f"{{name: key_door, target: 'embodied_rl.sim.robots.key_door:KeyDoor', {SHORT}, num_slots: 4, num_workers: 1}}"
 CLONED = "{episodes: 2, num_epochs: 2, minibatch_rows: 64, measured_episodes: 2}"
 
 
@@ -88,8 +90,8 @@ def test_a_robot_clones_its_expert_beside_texts_that_clone_their_players(tmp_pat
     """One warm start for the whole run, with which the domains of text differ in the player; each is measured before and after."""
     starts = [f"domains.{name}.algorithm.warm_start.player='embodied_rl.sim.text.{module}:player'" for name, module in PLAYERS]
     door = f"domains.door={{weight: 2, sim: {DOOR}, policy: {{hidden_sizes: [16], normalize_observation: true}}}}"
-    task = [*COMMON, *DOMAINS[:2], door, f"algorithm.warm_start={CLONED}", *starts, "algorithm.kl.coef=0.1", "total_steps=1000"]
-    whole = trained(tmp_path / "whole", *task, "checkpoint.every_steps=300", "checkpoint.keep_last=9")
+    task = [*COMMON, *DOMAINS[:2], door, f"algorithm.warm_start={CLONED}", *starts, "algorithm.kl.coef=0.1", "total_steps=500"]
+    whole = trained(tmp_path / "whole", *task, "checkpoint.every_steps=150", "checkpoint.keep_last=9")
     said = capsys.readouterr().out
     assert all(f"Cloning the expert of {name}: success " in said for name in ("lake", "sums", "door"))
     rows = curve(whole)
@@ -111,7 +113,7 @@ def test_a_robot_clones_its_expert_beside_texts_that_clone_their_players(tmp_pat
     part = tmp_path / "part"
     shutil.copytree(first, part / "checkpoints" / first.name)
     (part / "metrics.jsonl").write_text("".join((whole / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]), encoding="utf-8")
-    assert_same_run(whole, train(configured(part, *task, "checkpoint.every_steps=300", "checkpoint.keep_last=9", "resume=auto")))
+    assert_same_run(whole, train(configured(part, *task, "checkpoint.every_steps=150", "checkpoint.keep_last=9", "resume=auto")))
 
 
 def test_a_domain_of_a_robot_clones_recordings(tmp_path: Path) -> None:
@@ -138,12 +140,12 @@ def test_each_domain_is_filmed_at_the_end_in_its_own_folder(tmp_path: Path, caps
 
 def test_robots_of_several_domains_share_the_run_s_policy(tmp_path: Path) -> None:
     """Each values its episodes in its own way, one update learns from all, and each is resumed, cloned, measured and evaluated."""
-    walls = DOOR.replace("task: KeyDoor", "task: KeyDoor, max_episode_steps: 60")
+    walls = DOOR.replace("max_episode_steps: 80", "max_episode_steps: 60")
     task = [
         *("policy=mlp", "policy.hidden_sizes=[16]", "policy.normalize_observation=true", f"algorithm.warm_start={CLONED}"),
         *(word for word in TWO_POLES if not word.startswith(("domains", "policy"))),
         *(f"domains.long={{sim: {DOOR}}}", f"domains.short={{sim: {walls}, algorithm: {{gamma: 0.9, advantage: gae}}}}"),
-        *("algorithm.groups.groups_per_step=4", "algorithm.kl.coef=0.1", "total_steps=2000", "checkpoint.every_steps=700"),
+        *("algorithm.groups.groups_per_step=4", "algorithm.kl.coef=0.1", "total_steps=1600", "checkpoint.every_steps=700"),
         *("checkpoint.keep_last=9",),
     ]
     whole = trained(tmp_path / "whole", *task)

@@ -29,7 +29,7 @@ APART = "hybrid=disaggregated"
 LAKE = [*COMMON, DOMAINS[0], "algorithm.groups.groups_per_step=2"]
 TASK = [
     *(*LAKE, *mixed("ppo", "sac", "bc", "dagger"), "domains.by_sac.algorithm.off_policy.warmup_steps=8"),
-    *("total_steps=300", "checkpoint.every_steps=1", "checkpoint.keep_last=100", "hybrid.device=cpu", "stop_at_success=null"),
+    *("total_steps=200", "checkpoint.every_steps=1", "checkpoint.keep_last=100", "hybrid.device=cpu", "stop_at_success=null"),
 ]
 ROLES = ("language", "by_ppo", "by_sac", "by_bc", "by_dagger")
 
@@ -98,7 +98,7 @@ def test_elsewhere_it_is_the_run_in_one_process_bit_for_bit(whole: Path, tmp_pat
 
 def test_a_run_goes_on_within_its_rollouts_after_evaluations_too(tmp_path: Path) -> None:
     """Groups begin whole in each batch; rollouts go on within their episodes, which an evaluation interrupts."""
-    words = [*TASK, "checkpoint.within_episodes=true", "evaluation.every_steps=150", "evaluation.interim_episodes=1"]
+    words = [*TASK, "checkpoint.within_episodes=true", "evaluation.every_steps=100", "evaluation.interim_episodes=1"]
     run = trained(tmp_path / "run", *words)
     assert any("eval/return" in row for row in curve(run))
     check_same_end(run, resumed(run, tmp_path / "part", *words))

@@ -171,9 +171,9 @@ def test_the_first_update_reads_observations_as_later_ones_do(tmp_path: Path) ->
 
 
 def test_choices_are_cloned(tmp_path: Path) -> None:
-    overrides = ["sim=cartpole", *QUICK, MEASURED, "algorithm=bc", "algorithm.recorded.expert_episodes=8", "total_steps=500"]
+    overrides = ["sim=cartpole", "sim.max_episode_steps=300", *QUICK, "algorithm=bc", "algorithm.recorded.expert_episodes=8"]
     expert = "algorithm.recorded.expert=tests.methods.experts:CartPoleController"
-    folder = run(tmp_path, "bc", *overrides, expert, "algorithm.learning_rate=3e-3")
+    folder = run(tmp_path, "bc", *overrides, expert, "algorithm.learning_rate=3e-3", "total_steps=500")
     assert rows(folder)[-1]["train/validation_accuracy"] > 0.95
     # A random policy balances for 22 steps.
     assert json.loads((folder / "results.json").read_text())["return_mean"] > 200
@@ -182,32 +182,32 @@ def test_choices_are_cloned(tmp_path: Path) -> None:
 # ---- continuing -----------------------------------------------------------------------------------------------------
 
 RLPD = ["algorithm=rlpd", SQUASHED, *SMALL, "algorithm.off_policy.warmup_steps=64", "algorithm.off_policy.updates_per_step=0.25"]
-SHORT_DOOR = [*KEY_DOOR, "sim.max_episode_steps=70"]
+SHORT_DOOR = [*KEY_DOOR, "sim.max_episode_steps=70", "algorithm.recorded.expert_episodes=3"]
 """The expert needs 60; what has not learned is evaluated for no longer."""
 RESUMED = {
-    "bc": [*SHORT_DOOR, "algorithm=bc", "algorithm.num_epochs=2", "checkpoint.every_steps=20", "total_steps=80"],
+    "bc": [*SHORT_DOOR, "algorithm=bc", "algorithm.num_epochs=2", "checkpoint.every_steps=10", "total_steps=30"],
     "bc_windows": [
-        *(*SHORT_DOOR, "algorithm=bc", "algorithm.num_epochs=2", "checkpoint.every_steps=20", "total_steps=80"),
+        *(*SHORT_DOOR, "algorithm=bc", "algorithm.num_epochs=2", "checkpoint.every_steps=10", "total_steps=30"),
         *("algorithm.recorded.memory_mb=0.01", SQUASHED),
     ],
-    "dagger": [*SHORT_DOOR, "algorithm=dagger", "algorithm.num_epochs=2", "checkpoint.every_steps=64", "total_steps=320"],
+    "dagger": [*SHORT_DOOR, "algorithm=dagger", "algorithm.num_epochs=2", "checkpoint.every_steps=64", "total_steps=192"],
     "iql": [
         *SHORT_DOOR,
         "algorithm=iql",
         *SMALL,
-        "algorithm.off_policy.updates_per_iteration=10",
-        "checkpoint.every_steps=20",
-        "total_steps=60",
+        "algorithm.off_policy.updates_per_iteration=5",
+        "checkpoint.every_steps=10",
+        "total_steps=30",
     ],
     "awac": [
         *SHORT_DOOR,
         "algorithm=awac",
         *SMALL,
-        "algorithm.off_policy.updates_per_iteration=10",
-        "checkpoint.every_steps=20",
-        "total_steps=60",
+        "algorithm.off_policy.updates_per_iteration=5",
+        "checkpoint.every_steps=10",
+        "total_steps=30",
     ],
-    "rlpd": [*SHORT_DOOR, *RLPD, "checkpoint.every_steps=64", "total_steps=320", "algorithm.off_policy.replay_capacity=150"],
+    "rlpd": [*SHORT_DOOR, *RLPD, "checkpoint.every_steps=64", "total_steps=192", "algorithm.off_policy.replay_capacity=100"],
     "sac": [
         "sim=pendulum",
         *QUICK,
@@ -216,7 +216,7 @@ RESUMED = {
         "algorithm.normalize_reward=true",
         "algorithm.minibatch_size=32",
         "checkpoint.every_steps=64",
-        "total_steps=320",
+        "total_steps=192",
     ],
 }
 

@@ -23,7 +23,7 @@ from embodied_rl.train import train
 from embodied_rl.types import Rollout
 from tests.rollout.test_training_recording import curve, weights
 from tests.short_run import QUICK, last_of, train_shortly
-from tests.vla.test_runs import GRPO, WARM, run
+from tests.vla.test_runs import GRPO, run
 from tests.vla.test_runs import PPO as CHUNKS
 
 CARTPOLE = ("sim=cartpole", "algorithm.rollout_steps=32", "algorithm.minibatch_size=128", "total_steps=1024", "algorithm.num_epochs=4")
@@ -41,11 +41,17 @@ def divergence(run_dir: Path) -> float:
     return float((both[0].exp() * (both[0] - both[1])).sum(0).mean().detach())
 
 
+STILL = ("policy.normalize_observation=false", "algorithm.learning_rate=0.003")
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_shortly(tmp_path_factory.mktemp("free") / "run", *CARTPOLE, *STILL)
+
+
 @pytest.mark.parametrize("where", ["kind: k3", "kind: k1, straight_through: true", "kind: k1, place: reward"])
-def test_a_strong_term_keeps_the_policy_near_the_first(where: str, tmp_path: Path) -> None:
-    still = "policy.normalize_observation=false"
-    free = train_shortly(tmp_path / "free", *CARTPOLE, still, "algorithm.learning_rate=0.003")
-    bound = train_shortly(tmp_path / "bound", *CARTPOLE, still, "algorithm.learning_rate=0.003", f"algorithm.kl={{coef: 20, {where}}}")
+def test_a_strong_term_keeps_the_policy_near_the_first(where: str, free: Path, tmp_path: Path) -> None:
+    bound = train_shortly(tmp_path / "bound", *CARTPOLE, *STILL, f"algorithm.kl={{coef: 20, {where}}}")
     assert divergence(bound) < 0.2 * divergence(free)
     assert all("train/kl" in line for line in read_metrics(bound))
     assert not any("train/kl" in line for line in read_metrics(free))
@@ -108,10 +114,11 @@ def test_policies_that_act_in_chunks_have_it_too(place: str, tmp_path: Path) -> 
 def test_what_is_compared_with_is_what_a_warm_start_left(tmp_path: Path) -> None:
     """Before the first update, the policy of a group method is the reference too."""
     expert = "algorithm.recorded.expert=tests.vla.toys:PointExpert"
-    once = ("algorithm.num_epochs=1", "algorithm.minibatch_size=1000", "algorithm.kl={coef: 0.1, kind: k2}")
+    warm = "+algorithm.warm_start={episodes: 8, num_epochs: 2, minibatch_rows: 32, learning_rate: 0.003, measured_episodes: 2}"
+    once = ("algorithm.num_epochs=1", "algorithm.minibatch_size=1000", "algorithm.kl={coef: 0.1, kind: k2}", "total_steps=40")
     for method in (GRPO, CHUNKS):
         wide = ("algorithm.minibatch_size=32",) if method is CHUNKS else ()
-        first = read_metrics(run(tmp_path / method[0], *method, expert, WARM, *once, *wide))[1]
+        first = read_metrics(run(tmp_path / method[0], *method, expert, warm, *once, *wide))[1]
         assert first["train/kl"] == pytest.approx(0, abs=1e-9)
 
 

@@ -20,14 +20,14 @@ from tests.short_run import QUICK
 from tests.vla.test_runs import PPO as CHUNKS
 from tests.vla.test_runs import TINY, run
 
-ROLLOUTS = ("sim=cartpole", "algorithm.num_epochs=1", "algorithm.rollout_steps=32", "algorithm.minibatch_size=64", "total_steps=512")
+ROLLOUTS = ("sim=cartpole", "algorithm.num_epochs=1", "algorithm.rollout_steps=32", "algorithm.minibatch_size=64", "total_steps=256")
 EPISODES = (
     "sim=cartpole",
     "algorithm=ppo_episodes",
     "algorithm.num_epochs=1",
     "algorithm.groups.groups_per_step=8",
     "algorithm.minibatch_size=64",
-    "total_steps=600",
+    "total_steps=300",
 )
 RECORDED = (
     *(
@@ -76,7 +76,7 @@ def test_half_of_a_reward_of_one_is_half_of_it_whatever_took_the_rest(
 
 def test_steps_of_chunks_are_clipped_one_by_one(tmp_path: Path) -> None:
     """A point moves by 0.2 at most: of steps clipped to 0.001, a chunk of three is worth 0.003 at most, and its critic learns that."""
-    still = ("algorithm.gamma=0.5", "algorithm.advantage=gae_chunk", "algorithm.num_epochs=4", "total_steps=240")
+    still = ("algorithm.gamma=0.5", "algorithm.advantage=gae_chunk", "algorithm.num_epochs=4")
     small, plain = (run(tmp_path / str(clip), *TINY, *CHUNKS, *still, f"algorithm.reward.clip={clip}") for clip in (0.001, 10))
     assert read_metrics(small)[-1]["train/value_loss"] < read_metrics(plain)[-1]["train/value_loss"]
 

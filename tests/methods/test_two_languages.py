@@ -64,7 +64,7 @@ def resumed(folder: Path, checkpoint: Path, *words: str) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("two") / "whole", *COMMON, *TWO, *SAVED, "total_steps=450")
+    return trained(tmp_path_factory.mktemp("two") / "whole", *COMMON, *TWO, *SAVED, "total_steps=300")
 
 
 def test_two_language_policies_are_trained_saved_and_resumed_to_the_bit(whole: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_two_language_policies_are_trained_saved_and_resumed_to_the_bit(whole: P
     last = [row for row in curve(whole) if "train/sums/loss" in row][-1]
     assert (last["train/sums/learning_rate"], last["train/language/learning_rate"]) == (0.01, 0.001)
     assert last["train/sums/log_prob_difference"] == last["train/language/log_prob_difference"] == 0.0, "other weights played"
-    words = [*COMMON, *TWO, *SAVED, "total_steps=450", "checkpoint.asynchronous=true"]
+    words = [*COMMON, *TWO, *SAVED, "total_steps=300", "checkpoint.asynchronous=true"]
     assert_same_run(whole, resumed(tmp_path / "part", first, *words))
     ended = load_checkpoint(tmp_path / "part")
     assert all(torch.equal(ended.learner[name], after.learner[name]) for name in after.learner if not name.startswith("random."))
@@ -103,7 +103,7 @@ def test_each_domain_is_evaluated_with_its_own_model(whole: Path, tmp_path: Path
 def test_both_are_moved_out_and_back(whole: Path, tmp_path: Path) -> None:
     """Three optimizers and two caches: the run is the one in which nothing moves, bit for bit."""
     moves = ["hybrid.offload=[optimizer,gradients,kv_cache,simulators]", "hybrid.device=cpu"]
-    moved = trained(tmp_path / "moved", *COMMON, *TWO, *SAVED, *moves, "total_steps=450")
+    moved = trained(tmp_path / "moved", *COMMON, *TWO, *SAVED, *moves, "total_steps=300")
     assert all(row["residency/moved_bytes"] > 0 for row in curve(moved) if "groups/consumed" in row)
     before, after = load_checkpoint(whole).policy, load_checkpoint(moved).policy
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -299,16 +299,16 @@ def test_slots_and_workers_change_no_group() -> None:
             for group in batch
         ]
 
-    reference, first = collect(6, 1)
+    reference, first = collect(6, 1, 2)
     for slots, workers, min_ready in ((6, 2, None), (2, 2, None), (17, 2, 1)):
-        other, starts = collect(slots, workers, min_ready=min_ready)
+        other, starts = collect(slots, workers, 2, min_ready=min_ready)
         assert content(other) == content(reference)
         assert starts.sources.keys() == first.sources.keys()
         assert [one.counts() for one in starts.sources.values()] == [one.counts() for one in first.sources.values()]
 
 
 def test_asynchronous_collection() -> None:
-    batches, starts = collect(7, 2, 6, min_ready=1, max_staleness=2)
+    batches, starts = collect(7, 2, 4, min_ready=1, max_staleness=2)
     for version, batch in enumerate(batches):
         for group in batch:
             assert group.age(version) <= 2
@@ -333,10 +333,13 @@ QUICK = [
     *("evaluation.num_episodes=4", "evaluation.every_steps=null", "video.enabled=no", "logger=quiet"),
 ]
 RUNS = {
-    "expert": ["experiment=initialized_sampling", "algorithm.initialized.expert_episodes=2", "total_steps=6000"],
+    "expert": [
+        *("experiment=initialized_sampling", "sim.max_episode_steps=80"),
+        *("algorithm.initialized.expert_episodes=2", "total_steps=2000"),
+    ],
     "own": [
         *("sim=cartpole", "algorithm=grpo", "algorithm.initialized.share=0.6", "algorithm.initialized.success_return=15"),
-        *("algorithm.initialized.sources=[success]", "algorithm.initialized.chunk_steps=4", "total_steps=2500"),
+        *("algorithm.initialized.sources=[success]", "algorithm.initialized.chunk_steps=4", "total_steps=1500"),
         *("algorithm.initialized.mode=parallel", "algorithm.initialized.anchors=uniform", "algorithm.initialized.num_anchors=2"),
         "algorithm.initialized.max_sources=2",
     ],
@@ -352,7 +355,7 @@ def curve(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     from embodied_rl.train import train
 
-    common = [*RUNS[name], *QUICK, "checkpoint.every_steps=800", "checkpoint.keep_last=9"]
+    common = [*RUNS[name], *QUICK, "checkpoint.every_steps=400", "checkpoint.keep_last=9"]
     whole = train(load_train_config([*common, f"run_dir={tmp_path}/whole"]))
     middle = sorted((whole / "checkpoints").glob("step_*"))[1]
     copied = tmp_path / "resumed" / "checkpoints" / middle.name

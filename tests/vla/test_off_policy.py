@@ -214,7 +214,7 @@ def success_of(folder: Path, *overrides: str) -> float:
 def test_critics_find_what_is_good_in_random_chunks(tmp_path: Path) -> None:
     """The recorded player moves at random: cloned, it goes nowhere. Rewards say which of its chunks went the way that the words ask for."""
     random = (*EXPERT, "algorithm.recorded.expert_randomness=[1.0]")
-    cloned = success_of(tmp_path / "bc", *random, "algorithm=bc", *CRITICS[1:3], "total_steps=60")
+    cloned = success_of(tmp_path / "bc", *random, "algorithm=bc", *CRITICS[1:3], "total_steps=30")
     offline = ("algorithm.off_policy.temperature=0.05", "algorithm.off_policy.updates_per_iteration=100", "total_steps=160")
     learned = success_of(tmp_path / "iql", *CRITICS, *offline, "algorithm=iql", f"recording={tmp_path / 'bc' / 'demonstrations'}")
     assert learned >= cloned + 0.3

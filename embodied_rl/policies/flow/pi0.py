@@ -311,7 +311,7 @@ def load_pi0_policy(
     check_tokenizer(folder)
     model = load_model(folder, dtype=str(dtype).removeprefix("torch."), kind="PI0ForConditionalGeneration")
     pi0 = cast("PI0ForConditionalGeneration", model)
-    tokenizer = ChatTokenizer.read(folder).of_transformers
+    tokenizer = ChatTokenizer.read(folder, pi0.config).of_transformers
     saved = _read_statistics(folder)
     policy = PI0Policy(
         pi0,

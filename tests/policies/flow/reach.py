@@ -66,7 +66,7 @@ def sample(policy: FlowPolicy, rows: int, generator: torch.Generator) -> tuple[T
     return place, output.action, output.log_prob, torch.from_numpy(policy.simulator_action(output.action)[:, 0])
 
 
-def clone(policy: FlowPolicy, steps: int = 1500) -> float:
+def clone(policy: FlowPolicy, steps: int = 1200) -> float:
     """Flow matching of both sides. Returns the mean loss of the last hundred steps."""
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(policy.model.parameters(), lr=2e-3)

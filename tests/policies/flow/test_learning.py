@@ -46,7 +46,7 @@ def test_cloning_keeps_both_modes(cloned: dict[str, Tensor]) -> None:
 def test_reinforcement_chooses_the_rewarded_mode(cloned: dict[str, Tensor], method: str) -> None:
     policy = make(method)  # type: ignore[arg-type]
     policy.model.load_state_dict(cloned)
-    rewards = reinforce(policy, iterations=20)
+    rewards = reinforce(policy, iterations=14)
     # Half at the wrong end, 2·0.6·sin 40° = 0.77 away, and half near: about -0.45.
     assert -0.55 < rewards[0] < -0.3
     assert rewards[-1] > -0.2

@@ -316,9 +316,9 @@ def test_fine_tuning_on_recorded_episodes_then_recording_and_scoring(folder: Pat
     )  # fmt: skip
     run_dir = train(
         load_train_config(
-            [*common, *model, "algorithm=bc", f"recording=[{demonstrations}]", "total_steps=16", "algorithm.minibatch_size=10",
-             "algorithm.learning_rate=0.01", "algorithm.cloning.validation_share=0", "algorithm.cloning.patience=null",
-             "policy.value_head=false", f"run_dir={tmp_path / 'run'}"]
+            [*common, *model, "algorithm=bc", f"recording=[{demonstrations}]", "total_steps=6", "algorithm.minibatch_size=5",
+             "algorithm.learning_rate=0.02", "algorithm.cloning.validation_share=0", "algorithm.cloning.patience=null",
+             "algorithm.num_epochs=1", "policy.value_head=false", f"run_dir={tmp_path / 'run'}"]
         )
     )  # fmt: skip
     losses = [json.loads(line).get("train/imitation_loss") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
