@@ -16,13 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLONES = ["algorithm.warm_start.episodes=8", "algorithm.warm_start.num_epochs=1", "algorithm.warm_start.measured_episodes=2"]
 ONE_BATCH = ["algorithm.groups.groups_per_step=4", "algorithm.groups.filters=[]"]
+ONE_ROLLOUT = ["algorithm.rollout_steps=8", "algorithm.num_epochs=1", "algorithm.minibatch_size=32"]
 ENOUGH = ["evaluation.num_episodes=25", "video.num_episodes=1"]
 FEW = ["evaluation.num_episodes=2", "evaluation.every_steps=null", "video.enabled=no", "sim.num_workers=1"]
 SHORT = {
     "train": ["total_steps=1024", *FEW],
     "train -m": ["seed=1,2", "total_steps=1024", *FEW],
+    "train sim=maniskill_pickcube": ["total_steps=256", *FEW, "sim.num_slots=4"],
     "train experiment=fetch_reach": ENOUGH,  # it learns as it is: the smoke run, with its film
-    "train experiment=tiny_vla": [*CLONES, *FEW, "total_steps=512", "sim.num_slots=8", "algorithm.num_epochs=1"],
+    "train experiment=tiny_vla": [*CLONES, *FEW, "total_steps=128", "sim.num_slots=4", *ONE_ROLLOUT],
     "train experiment=frozenlake_text": [*CLONES, *FEW, "total_steps=64", "sim.num_slots=8", *ONE_BATCH],
     "evaluate": ["num_episodes=10"],
     "render": ["num_episodes=1"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -124,9 +125,9 @@ class HostActors:
 
     def lend(self, hosts: Iterable[int]) -> None:
         """Free the memory of these hosts' copies."""
-        for number in hosts:
-            self._on.pop(number, None)
-        gc.collect()  # OpenVLA's policies refer to themselves
+        dropped = [weakref.ref(self._on.pop(number)) for number in hosts if number in self._on]
+        if any(copy_of() is not None for copy_of in dropped):
+            gc.collect()  # OpenVLA's policies refer to themselves
         torch.cuda.empty_cache()
 
     def take_back(self, hosts: Iterable[int]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from embodied_rl.config import RayConfig
+from tests.roles.runs import BARE
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,10 @@ def session() -> Iterator[Any]:
 
     pytest.importorskip("ray")
     ray = prepare(RayConfig())
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **BARE})
+    ray.init(address=made.address, log_to_driver=False, logging_level="error")
     yield ray
     ray.shutdown()
+    made.shutdown()
