@@ -143,21 +143,21 @@ def test_a_driver_that_dies_leaves_nobody_behind_and_its_run_goes_on(tmp_path: P
 
 
 DRIVER = """
-import sys, time
+import sys
 from embodied_rl.compose import load_train_config
 from embodied_rl.roles.ray_cluster import RayCluster
 
-connected = RayCluster(load_train_config(["sim=cartpole", *sys.argv[1:]]).hybrid)
-print("connected", flush=True)
-if sys.stdin.readline():
+for _ in range(2):
+    connected = RayCluster(load_train_config(["sim=cartpole", *sys.argv[1:]]).hybrid)
+    print("connected", flush=True)
+    sys.stdin.readline()
     connected.close()
     print("closed", flush=True)
-time.sleep(600)
 """
 
 
 def driver(*overrides: str) -> subprocess.Popen[str]:
-    """A process that is connected to a cluster; a line on its standard input makes it let go of it."""
+    """A process that is connected to a cluster; a line on its standard input makes it let go of it, and connect once more."""
     environment = dict(os.environ)
     # Another's cluster may ask for the token that an earlier test of this process has set.
     if not any(word.startswith("hybrid.ray.address=") for word in overrides):
@@ -171,26 +171,26 @@ def driver(*overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.ci_sample
-@pytest.mark.parametrize("how", ["killed", "closed"])
-def test_a_cluster_that_was_started_here_ends_with_its_driver(how: str) -> None:
+def test_a_cluster_that_was_started_here_ends_with_its_driver() -> None:
+    """A driver that lets go of its cluster, and then is killed with another."""
     pytest.importorskip("ray")
     process = driver("hybrid=ray")
     assert process.stdin is not None
     assert process.stdout is not None
-    below = psutil.Process(process.pid).children(recursive=True)
-    assert {"gcs_server", "raylet"} <= {part.name() for part in below}
-    assert sum("Agent" in " ".join(part.cmdline()) for part in below) == 2, "what outlives its raylet by a minute: the test means something"
-    if how == "killed":
-        process.kill()
-        process.wait()
-    else:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "closed\n"
-    _, left = psutil.wait_procs(below, timeout=DEADLINE_S)
-    process.kill()
-    process.communicate()
-    assert [" ".join(part.cmdline()) for part in left] == []
+    for killed in (False, True):
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert {"gcs_server", "raylet"} <= {part.name() for part in below}
+        num_agents = sum("Agent" in " ".join(part.cmdline()) for part in below)
+        assert num_agents == 2, "what outlives its raylet by a minute: the test means something"
+        if killed:
+            process.kill()
+            process.communicate()
+        else:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert [process.stdout.readline(), process.stdout.readline()] == ["closed\n", "connected\n"]
+        _, left = psutil.wait_procs(below, timeout=DEADLINE_S)
+        assert [" ".join(part.cmdline()) for part in left] == []
 
 
 def test_a_cluster_of_others_outlives_a_driver_that_is_killed(cluster: Any) -> None:
