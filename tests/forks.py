@@ -80,8 +80,8 @@ _MANY = 64
 class Fork:
     """A forked process, as `subprocess.Popen` is one that was started: as far as the package asks."""
 
-    def __init__(self, report: socket.socket) -> None:
-        self._report = report
+    def __init__(self, report: socket.socket, environment: Mapping[str, str]) -> None:
+        self._report, self.environment = report, environment
         self.returncode: int | None = None
 
     @functools.cached_property
@@ -215,7 +215,7 @@ def _start(
     with theirs:
         message = json.dumps({**what, "descriptors": list(descriptors)}).encode()
         socket.send_fds(server(kind)[0], [message], [theirs.fileno(), *descriptors.values()])
-    return Fork(ours)
+    return Fork(ours, environment)
 
 
 def _for_its_simulators() -> dict[str, tuple[socket.socket, int]]:

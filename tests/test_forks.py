@@ -36,7 +36,7 @@ def test_it_is_as_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
             os.close(here)
             assert process.wait(120) == process.poll() == 7
             output.seek(0)
-            told.append(output.read().decode().replace(str(there), "N").splitlines())
+            told.append(output.read().decode().replace(f"'{there}'", "'N'").splitlines())
     (said, alone), (said_by_fork, together) = told
     assert said == said_by_fork == f"['N', 'word'] {tmp_path} so True __main__ b'handed on'"
     assert (alone, together) == ("False", "True")

@@ -250,6 +250,8 @@ def _import_core() -> str:
 
 
 def _gpus() -> str:
+    if str(build := installed_version("torch")).endswith("+cpu"):  # its import takes seconds
+        raise NotHere(f"torch {build} finds no CUDA device")
     import torch
 
     if not torch.cuda.is_available():

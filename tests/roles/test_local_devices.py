@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -18,10 +17,10 @@ from embodied_rl.roles import local_devices
 from embodied_rl.roles.local_devices import LocalDevices, plan_devices, visible_gpu
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.trainer import Trainer
-from tests.forks import forked_processes
 from tests.golden.runs import RUNS
 from tests.roles.runs import GROUPS, ROLLOUTS, assert_same_run, configured, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
 RANKS = "hybrid.sharding={num_shards: 2}"
 SCORED = "hybrid.reward_worker={target: a.b:c}"
 
@@ -96,7 +95,7 @@ def run(config: TrainConfig, run_dir: Path) -> tuple[Any, list[str | None]]:
     with Trainer(config, run_dir, command="test") as trainer:
         manager: Any = trainer.manager
         handles = [] if isinstance(manager, EnvManager) else getattr(manager._handle, "_workers", [manager._handle])
-        seen = [psutil.Process(one.process.pid).environ().get("CUDA_VISIBLE_DEVICES") for one in handles]
+        seen = [one.process.environment.get("CUDA_VISIBLE_DEVICES") for one in handles]
         trainer.run()
     return trainer, seen
 
@@ -110,8 +109,7 @@ def test_ranks_and_players_are_started_on_what_the_roles_name(tmp_path: Path, mo
     """The GPUs are made up, and all else is real: torch finds none of them and computes on the processor. The numbers are those of one
     process."""
     task = [*GROUPS, RANKS, "total_steps=150"]
-    with forked_processes():
-        here = trained(tmp_path / "here", *task)
+    here = trained(tmp_path / "here", *task)
     made_up(monkeypatch, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
     trainer, seen = run(configured(tmp_path / "named", *task, roles("0/gpu:1", "0/gpu:6-7")), tmp_path / "named")
@@ -144,7 +142,6 @@ def test_roles_on_two_gpus(tmp_path: Path, generation: str, train: str, device: 
     assert {part.device.index for part in trainer.policy.parameters()} == {device}
 
 
-@pytest.mark.usefixtures("forked")  # for the rest of the module: the environment of a fork is not what others see of it
 def test_roles_of_one_processor_are_a_run_in_turns_with_its_ranks(tmp_path: Path) -> None:
     """Which are real, and meet over gloo."""
     task = [*ROLLOUTS, RANKS, "total_steps=256"]

@@ -116,13 +116,13 @@ WITHIN = [
 def test_episodes_that_move_are_those_that_stay(tmp_path: Path, task: list[str]) -> None:
     """Group by group what one host plays without a pause: an episode is what its seeds, its start and the weights make it, in each domain.
     Where it starts inside another it waits for room as it would at its beginning."""
-    alone, _ = played(configured(tmp_path / "alone", *task), num_batches=8, between=0)
-    moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7, until_moved=True)
+    alone, _ = played(configured(tmp_path / "alone", *task), num_batches=5, between=0)
+    moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=5, between=7, until_moved=True)
     assert player.lease is not None
-    assert player.lease.num_shrinks >= 8
+    assert player.lease.num_shrinks >= 5
     assert any_moved(player.lease), "nothing moved in 60 batches"
     both = {number for number, _ in alone} & {number for number, _ in moved}
-    assert len(both) >= 12
+    assert len(both) >= 8
     assert (task is WITHIN) == any(episode.metadata.get("start", {}).get("step") for (group, _), episode in moved.items() if group in both)
     for number in both:
         # Members are taken in the order in which they end.

@@ -28,12 +28,12 @@ OWN_OF_ONE = [
 OF_ROLLOUTS = [
     *("sim=cartpole", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"),
     *("policy.hidden_sizes=[16]", "hybrid.device=cpu", "hybrid.num_threads=1", OWN_OF_ONE[-4]),
-    *("total_steps=1024", "checkpoint.every_steps=500", "checkpoint.keep_last=9"),
+    *("total_steps=768", "checkpoint.every_steps=500", "checkpoint.keep_last=9"),
 ]
 DOORS = [
     *("sim=key_door", *OF_ROLLOUTS[1:-4], "algorithm.initialized={share: 0.6, sources: [expert], expert_episodes: 2}"),
     "algorithm.initialized.expert='embodied_rl.sim.robots.key_door:KeyDoorExpert'",
-    *("total_steps=1024", "checkpoint.every_steps=500", "checkpoint.keep_last=9"),
+    *("total_steps=768", "checkpoint.every_steps=500", "checkpoint.keep_last=9"),
 ]
 """Fixed rollouts."""
 PLAYED_AGAIN = "initialized/replayed_messages"
