@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,8 @@ class Entry:
 def entries(kind: str) -> list[Entry]:
     """Entries of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
     group = KINDS[kind_of(kind)]
-    return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
+    missing = functools.cache(missing_distributions)
+    return [_entry(group, name, config_file(group, name), missing) for name in group_names(group)]
 
 
 def kind_of(word: str) -> str:
@@ -164,7 +166,7 @@ def _extras_of_checkout(declared: Path) -> dict[str, list[str]]:
     }
 
 
-def _entry(group: str, name: str, path: Path | None) -> Entry:
+def _entry(group: str, name: str, path: Path | None, missing: Callable[[str], list[str]]) -> Entry:
     """`path` is None for a simulator that an installed package registered with a target but without a file."""
     import yaml
 
@@ -174,7 +176,7 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
     text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text) or {}
     extra = _extra(group, name, data)
-    installed = extra is None or not any(missing_distributions(name) for name in extra.split(","))
+    installed = extra is None or not any(missing(name) for name in extra.split(","))
     lines = (line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#"))
     comments = [words for words in lines if words and not words.startswith("@package")]  # without Hydra's own directives
     # "# With: policy=cnn" names other required choices: the default policy cannot read pixels, for one.

@@ -19,7 +19,7 @@ from embodied_rl.sim.factory import SimFactory
 from embodied_rl.types import SimSpec, StepBuffers
 
 Trace = dict[str, np.ndarray]
-NUM_STEPS = 200
+NUM_STEPS = 120
 ACTION_SEED = 2
 NEXT_SEED = 200
 """Seed of the episode that begins after the end of the one that was taken up."""

@@ -100,7 +100,7 @@ def test_the_task_as_numbers() -> None:
 def test_snapshots_continue_bit_by_bit_in_another_slot() -> None:
     first, second = make(2), make(1)
     out, other = StepBuffers.allocate(first.spec, 2), StepBuffers.allocate(second.spec, 1)
-    actions = actions_for(first, 220)
+    actions = actions_for(first, 120)
     first.reset([0, 1], [1, 0], out)  # drawer-open, reach
     second.reset([0], [2], other)
     for action in actions[:20]:

@@ -94,7 +94,7 @@ def test_in_contact_here_and_in_a_new_process(pushing: Any, tmp_path: Path) -> N
     for name, state in before.items():
         np.testing.assert_allclose(after[name], state, rtol=0, atol=1e-6, err_msg=name)
     live = play(sim, 0, actions)
-    assert live["truncated"].sum() == 4, "200 steps of 50-step episodes: the trace runs over four ends and resets"
+    assert live["truncated"].sum() == 2, "120 steps of 50-step episodes: the trace runs over two ends and resets"
     # A run that was never saved kept its contact caches and differs, slightly.
     np.testing.assert_allclose(live["state"][:3], never_saved["state"], atol=0.05)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from typing import Any
 
@@ -47,7 +48,9 @@ def main() -> None:
         sim.restore(1, bytes.fromhex(data))
         continued.append(go_on(sim, 1, out, first))
     heavy = [name for name in ("torch", "transformers", "gymnasium") if name in sys.modules]
-    json.dump({"episodes": played, "restored": continued, "heavy": heavy, "printed": sys.stdout.getvalue()}, answers)
+    root, said = logging.getLogger(), sys.stdout.getvalue()
+    logs = [root.level, len(root.handlers)]
+    json.dump({"episodes": played, "restored": continued, "heavy": heavy, "logging": logs, "printed": said}, answers)
 
 
 if __name__ == "__main__":

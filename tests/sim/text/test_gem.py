@@ -129,7 +129,7 @@ def test_texts_and_rewards_are_gems(task: str) -> None:
         pytest.fail("the game never ended")
 
 
-def test_process_wide_generators_and_logging_are_left_alone() -> None:
+def test_process_wide_generators_are_left_alone() -> None:
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002
     expected = random.Random(5).random(), np.random.RandomState(5).rand()
@@ -137,12 +137,6 @@ def test_process_wide_generators_and_logging_are_left_alone() -> None:
     episode(sim, 0, 3)
     sim.sample_action(1, 0)
     assert (random.random(), np.random.rand()) == expected  # noqa: NPY002
-    code = (
-        "import logging, embodied_rl.sim.text.gem as gem; gem.tasks(); root = logging.getLogger(); "
-        "assert not root.handlers; print(root.level)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True)
-    assert int(done.stdout) == logging.WARNING
 
 
 @pytest.mark.parametrize("history", ["observations", "conversation"])
@@ -282,6 +276,7 @@ def test_new_processes_play_the_same_episodes() -> None:
     differ = {task for (task, _), a, b in zip(wanted["episodes"], first["episodes"], other["episodes"], strict=True) if a != b}
     assert differ <= gem.HASH_ORDERED
     assert first["heavy"] == [], "a simulator's process needs none of these"
+    assert first["logging"] == [logging.WARNING, 0], "as Python's own"
 
 
 def test_replay_is_promised_only_where_the_hash_seed_cannot_matter(monkeypatch: pytest.MonkeyPatch) -> None:
