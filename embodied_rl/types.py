@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,7 @@ class Episode:
         """Sum of the simulator's rewards: `episode_return` without a language agent's penalties."""
         return self.episode_return
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         """Smallest version among the action units that count; among all units if none counts."""
         return int(self._counted_versions().min())
@@ -297,7 +298,7 @@ class EpisodeGroup:
     def success_rate(self) -> float:
         return float(np.mean([episode.success for episode in self.episodes]))
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         return min(episode.oldest_version for episode in self.episodes)
 

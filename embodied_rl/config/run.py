@@ -355,13 +355,14 @@ class TrainConfig(Config):
         longest = max(self.run_dir.split("/"), key=len)
         yield len(longest.encode()) <= 255, "run_dir", "a folder whose names have at most 255 bytes each", longest
         self.sim.with_target()
-        # Check each domain's overrides now, not only when its method is built.
-        for name in self.domains:
-            self._own_parts(name)
+        _ = self._own_parts  # checks each domain's overrides now, not only when its method is built
 
-    def _own_parts(self, name: str) -> tuple[AgentConfig, AlgorithmConfig]:
-        """The run's agent and algorithm with the domain's overrides."""
-        domain = self.domains[name]
+    @cached_property
+    def _own_parts(self) -> dict[str, tuple[AgentConfig, AlgorithmConfig]]:
+        """{domain: the run's agent and algorithm with its overrides}"""
+        return {name: self._with_overrides(name, domain) for name, domain in self.domains.items()}
+
+    def _with_overrides(self, name: str, domain: DomainConfig) -> tuple[AgentConfig, AlgorithmConfig]:
         agent = build(AgentConfig, merged(dataclasses.asdict(self.agent), domain.agent), f"domains.{name}.agent")
         shared = dataclasses.asdict(self.algorithm)
         if "name" in domain.algorithm:
@@ -373,7 +374,7 @@ class TrainConfig(Config):
     @cached_property
     def algorithms(self) -> dict[str, AlgorithmConfig]:
         """{domain: its policy's algorithm}; a run's only domain has no name."""
-        return {name: self._own_parts(name)[1] for name in self.domains} or {"": self.algorithm}
+        return {name: algorithm for name, (_, algorithm) in self._own_parts.items()} or {"": self.algorithm}
 
     @property
     def plays(self) -> bool:
@@ -391,7 +392,7 @@ class TrainConfig(Config):
         if not name:
             return self
         domain = self.domains[name]
-        agent, algorithm = self._own_parts(name)
+        agent, algorithm = self._own_parts[name]
         policy = self.policy if domain.policy is None else domain.policy
         backend = self.generation.backend if domain.backend is None else domain.backend
         if policy.name == "language":

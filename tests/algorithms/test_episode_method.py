@@ -167,7 +167,7 @@ def test_what_rounding_leaves_of_equal_returns_is_no_advantage(advantage: str, k
     advantages of up to 1."""
     rng, other = np.random.default_rng(0), group(1, episode([1, 2], 1), episode([3.3], 1))
     config = replace(CONFIG, advantage=advantage, reward=RewardConfig(mean=kinds[0], std=kinds[1]))
-    for _ in range(50):
+    for _ in range(20):
         drawn = [rng.normal(size=rng.integers(1, 39)) for _ in range(4)]
         states = [[100 * number + step for step in range(len(part) + 1)] for number, part in enumerate(drawn)]  # no two are equal
         equal = [episode([*part, 1.7 - part.sum()], 0, states=own) for part, own in zip(drawn, states, strict=True)]

@@ -107,7 +107,7 @@ def test_starts_whose_prompts_are_too_long_are_counted_as_failures(lake: EnvMana
 def test_a_run_starts_inside_and_goes_on_after_a_resume(tmp_path: Path) -> None:
     options = ("share: 0.6", "sources: [expert, success]", "expert: tests.methods.experts:LakeExpert", "expert_episodes: 2")
     words = (*TEXTS, f"algorithm.initialized={{{', '.join(options)}, chunk_steps: 1, min_episodes: 2}}", "agent.strategy=full")
-    words = (*words, "checkpoint.every_steps=1", "checkpoint.keep_last=99", "total_steps=400")
+    words = (*words, "checkpoint.every_steps=1", "checkpoint.keep_last=99", "total_steps=250")
     whole = train(load_train_config([*words, f"run_dir={tmp_path / 'whole'}"]))
     last = lines(whole)[-1]
     assert last["initialized/expert_messages"] > 0

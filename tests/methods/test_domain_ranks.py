@@ -68,7 +68,7 @@ ROLLOUTS = ["algorithm=ppo", "algorithm.rollout_steps=8", "algorithm.minibatch_s
 def test_without_a_language_policy_the_largest_is_divided(tmp_path: Path, shared: bool, method: list[str]) -> None:
     """A network for pixels that acts in chunks trains on two ranks, and the small one of the pole beside them, as in one process; also
     where it is the run's and plays two domains."""
-    task = [*robots(shared=shared), "total_steps=150"]
+    task = [*robots(shared=shared), "total_steps=100"]
     if method:
         task = [*(word for word in task if not word.startswith(("algorithm.groups", "algorithm.minibatch"))), *method]
     ranks = ["hybrid=fsdp2", "hybrid.device=cpu", "hybrid.num_threads=1"]

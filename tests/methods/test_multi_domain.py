@@ -108,7 +108,7 @@ def test_rows_of_several_domains_are_one_batch() -> None:
 
 
 def test_a_run_with_three_domains_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    arguments = [*DOMAINS, "total_steps=450", "checkpoint.every_steps=100", "checkpoint.keep_last=10"]
+    arguments = [*DOMAINS, "total_steps=300", "checkpoint.every_steps=100", "checkpoint.keep_last=10"]
     whole = run(tmp_path / "whole", *arguments)
     first, *later = sorted((whole / "checkpoints").glob("step_*"))
     assert later
@@ -132,7 +132,7 @@ def test_a_run_with_three_domains_is_resumed_to_the_bit(tmp_path: Path) -> None:
     (tmp_path / "part" / "checkpoints").mkdir(parents=True)
     shutil.copytree(first, tmp_path / "part" / "checkpoints" / first.name)
     resume = f"resume={tmp_path / 'part' / 'checkpoints' / first.name}"
-    resumed = train(load_train_config([*COMMON, *DOMAINS, "total_steps=450", resume]), overrides=["total_steps=450", resume])
+    resumed = train(load_train_config([*COMMON, *DOMAINS, "total_steps=300", resume]), overrides=["total_steps=300", resume])
     ended = load_checkpoint(resumed)
     assert ended.step == after.step
     assert all(torch.equal(ended.policy[name], after.policy[name]) for name in after.policy)
@@ -153,7 +153,7 @@ def test_whatever_is_ready_moves_on_where_staleness_is_allowed(tmp_path: Path) -
     folder = run(
         tmp_path / "run",
         *DOMAINS,
-        "total_steps=250",
+        "total_steps=150",
         "algorithm.groups.max_staleness=1",
         "algorithm.loss=decoupled_ppo",
         "algorithm.loss_options.weight_high=5.0",

@@ -162,7 +162,7 @@ OTHERS = (own(48), "weight: 1")
 def test_two_adapters_beside_each_other(tmp_path: Path) -> None:
     """Of the run's model and of a domain's; the checkpoint holds both with their bases, and they are sent elsewhere by themselves."""
     adapted = f"domains.sums={{weight: 2, sim: {SUMS}, {own(16, ', lora_rank: 2, value_head: linear')}, algorithm: {{advantage: gae}}}}"
-    words = [*COMMON, ENTROPY, DOMAINS[0], adapted, "policy.lora_rank=2", "policy.lora_targets=[q_proj]", *SAVED, "total_steps=250"]
+    words = [*COMMON, ENTROPY, DOMAINS[0], adapted, "policy.lora_rank=2", "policy.lora_targets=[q_proj]", *SAVED, "total_steps=160"]
     here = trained(tmp_path / "here", *words)
     assert_same_run(here, trained(tmp_path / "apart", *words, "hybrid=disaggregated", "hybrid.publish=adapter"))
     folder = load_checkpoint(here).path / "model"
@@ -176,7 +176,7 @@ def test_two_adapters_beside_each_other(tmp_path: Path) -> None:
 
 def test_elsewhere_each_is_played_with_its_own_weights(tmp_path: Path) -> None:
     """Warm starts of both, and players of `generation.mix` that sample with the policy of the domain that they play."""
-    words = [*COMMON, *TWO[:3], *STARTS, MIX, "algorithm.groups.groups_per_step=8", "total_steps=150"]
+    words = [*COMMON, *TWO[:3], *STARTS, MIX, "algorithm.groups.groups_per_step=8", "total_steps=100"]
     here = trained(tmp_path / "here", *words)
     assert_same_run(here, trained(tmp_path / "apart", *words, "hybrid=disaggregated"))
     rows = curve(here)

@@ -22,14 +22,14 @@ POLICIES = {
     "numpy": ("sim=pendulum", "sim.max_episode_steps=7"),
     "torch": ("sim=cartpole",),
     "cnn": ("sim=pixel_reach", "policy=cnn", "sim.max_episode_steps=7"),
-    "tiny_vla": ("experiment=tiny_vla",),
+    "tiny_vla": ("experiment=tiny_vla", "algorithm.rollout_steps=6"),
 }
 SMALL = ("sim.num_slots=10", "sim.num_workers=2", "hybrid.device=cpu", "algorithm.rollout_steps=12")
 
 
 def rollouts(overrides: Sequence[str], turns: Sequence[int]) -> list[Rollout]:
     """One for each of these, of the same run."""
-    config = load_train_config([*overrides, *SMALL])
+    config = load_train_config([*SMALL, *overrides])
     torch.manual_seed(0)
     with compute_threads(1), EnvManager.from_config(config.sim, EpisodeSeeds.training(1), chunk_size=config.policy.chunk_size) as manager:
         policy = build_policy(config.policy, manager.spec)

@@ -137,7 +137,7 @@ def test_a_run_trains_evaluates_and_resumes_to_the_same_bits(method: tuple[str, 
 
 
 def test_cloning_the_expert_solves_the_task(tmp_path: Path) -> None:
-    overrides = ("algorithm=bc", EXPERT, "algorithm.recorded.expert_episodes=40", "algorithm.learning_rate=0.003", "total_steps=200")
+    overrides = ("algorithm=bc", EXPERT, "algorithm.recorded.expert_episodes=40", "algorithm.learning_rate=0.003", "total_steps=140")
     run_dir = run(
         tmp_path / "run", *overrides, "algorithm.minibatch_size=32", "evaluation.num_episodes=40", "algorithm.cloning.patience=null"
     )
