@@ -109,7 +109,7 @@ def test_a_policy_that_judges_itself_has_weights_of_one(choices: dict[str, Path]
 
 def test_estimates_meet_what_playing_shows_and_rank_the_policies(choices: dict[str, Path], recorded: list[RecordedEpisode]) -> None:
     found = study(CHOICES, recorded, choices, "right", "steady")
-    truth = {name: np.mean([e.episode_return for e in play(choices[name], 600, seed=5)]) for name in ("right", "steady")}
+    truth = {name: np.mean([e.episode_return for e in play(choices[name], 300, seed=5)]) for name in ("right", "steady")}
     assert truth["steady"] > truth["right"] + 1
     for policy in found.policies:
         for estimate in policy.estimates:
@@ -127,7 +127,7 @@ def test_estimates_meet_what_playing_shows_and_rank_the_policies(choices: dict[s
 def test_vectors_against_played_episodes(vectors: dict[str, Path]) -> None:
     episodes = play(vectors["behaviour"], 200)
     found = study(VECTORS, episodes, vectors, "near").policies[0]
-    truth = np.mean([e.episode_return for e in play(vectors["near"], 600, seed=5)])
+    truth = np.mean([e.episode_return for e in play(vectors["near"], 300, seed=5)])
     for estimate in found.estimates:
         assert estimate.value == pytest.approx(truth, abs=0.6), estimate.estimator
 

@@ -43,7 +43,7 @@ def record(folder: Path, kind: type[BatchSinks], resets: str, gather_s: float = 
     config = instrumented(load_sim_config("fetch_reach"), physics=True)
     factory = SimFactory(config.target, config.task, config.kwargs, config.extra)
     seeds, known, rng = EpisodeSeeds.training(0), 0, np.random.default_rng(0)
-    with EnvManager(factory, NUM_SLOTS, num_workers=2, num_groups=2, autoreset=autoreset, max_episode_steps=9) as manager:
+    with EnvManager(factory, NUM_SLOTS, num_workers=1, num_groups=2, autoreset=autoreset, max_episode_steps=9) as manager:
         action, info = manager.spec.action, RecordingInfo(plain_spec(manager.spec), {}, {"kind": "random"})
         with RecordingWriter(folder, info, duplicates="allow", gather_s=gather_s) as writer:
             sinks, episodes = kind(writer, NUM_SLOTS), [0] * NUM_SLOTS
