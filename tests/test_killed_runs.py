@@ -30,7 +30,7 @@ COMMON = (
 )
 CARTPOLE = (*COMMON, "sim=cartpole", "policy.hidden_sizes=[16]", "algorithm.minibatch_size=32", "algorithm.lr_schedule=linear")
 PPO = (
-    *(*CARTPOLE, "algorithm.rollout_steps=16", "algorithm.num_epochs=2", "algorithm.normalize_reward=true", "total_steps=1600"),
+    *(*CARTPOLE, "algorithm.rollout_steps=16", "algorithm.num_epochs=2", "algorithm.normalize_reward=true", "total_steps=1280"),
     *("checkpoint.every_steps=192", "evaluation.every_steps=640"),
 )
 GROUPS = (
@@ -130,7 +130,7 @@ def test_groups(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.ci_sample), 1])
 def test_rollouts_that_go_on_within_their_episodes(tmp_path: Path, seed: int) -> None:
-    overrides = (*PPO, "checkpoint.within_episodes=true", "total_steps=1280")
+    overrides = (*PPO, "checkpoint.within_episodes=true")
     check_killed(tmp_path, overrides, seed=seed, kills=1)
 
 
