@@ -23,6 +23,7 @@ from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
+from embodied_rl.sim.robots.mujoco_model import compiled_once
 from embodied_rl.sim.robots.spaces import control_hz
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
             raise UserError("sim.kwargs.tasks_to_complete is empty: name at least one of " + ", ".join(KITCHEN_WORDS) + ".")
         words = ", ".join(KITCHEN_WORDS[name] for name in names)
         kwargs = {"terminate_on_tasks_completed": False, **kwargs, "tasks_to_complete": names}
-    envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
+    with compiled_once():
+        envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     if family == "maze":
         for env in envs:
             Path(env.unwrapped.tmp_xml_file_path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # MuJoCo has read it

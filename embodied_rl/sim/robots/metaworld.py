@@ -23,7 +23,7 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import named
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
-from embodied_rl.sim.robots.mujoco_model import camera_in_use, model_cameras
+from embodied_rl.sim.robots.mujoco_model import camera_in_use, compiled_once, model_cameras
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
@@ -84,7 +84,8 @@ def task_set(name: str) -> list[str]:
 
 def _single(task: str, num_envs: int, camera: str, render_size: int) -> GymnasiumSim:
     task_class = _class_of(task)
-    envs = [SeededTask(task_class, camera, render_size) for _ in range(num_envs)]
+    with compiled_once():
+        envs = [SeededTask(task_class, camera, render_size) for _ in range(num_envs)]
     limit = envs[0].max_path_length
     return GymnasiumSim(envs, task=task, exact_snapshots=True, max_episode_steps=limit, instruction=instruction(task))
 

@@ -256,6 +256,21 @@ def test_models_that_are_copied_are_as_compiled() -> None:
     assert same(models.of(second), compiled(second))
 
 
+@pytest.mark.parametrize(("module", "task"), [(gymnasium_robotics, "FetchReach-v4"), (metaworld, "reach-v3")])
+def test_environments_of_one_simulator_share_a_compilation(module: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(module.__name__.rpartition(".")[2])
+    import mujoco
+
+    compiled, compile_file = list[str](), mujoco.MjModel.from_xml_path
+    monkeypatch.setattr(mujoco.MjModel, "from_xml_path", lambda path: compiled.append(path) or compile_file(path))  # type: ignore[func-returns-value]
+    counting = mujoco.MjModel.from_xml_path
+    models = [env.unwrapped.model for env in module.make(task, 3).envs]
+    assert len(compiled) == 1
+    assert mujoco.MjModel.from_xml_path is counting
+    models[0].body_mass[1] += 1.0
+    assert models[1].body_mass[1] == models[2].body_mass[1] == models[0].body_mass[1] - 1.0
+
+
 @pytest.mark.slow
 def test_robosuites_marks_are_left_as_it_says() -> None:
     pytest.importorskip("robosuite")
