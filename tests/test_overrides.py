@@ -116,21 +116,19 @@ def test_everything_lies_below_a_home_with_letters_beyond_ascii(tmp_path: Path) 
         shutil.copytree(ROOT / name, home / name)  # with what was compiled, or each process would compile it anew
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(home)}
 
-    def run(words: list[str]) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=home, env=environment, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     small = ["sim=cartpole", "total_steps=256", "sim.num_slots=4", "sim.num_workers=1", "algorithm.rollout_steps=64"]
     small += ["algorithm.minibatch_size=64", "evaluation.num_episodes=2", "video.enabled=no", "stop_at_success=null"]
-    told = run(["-m", "embodied_rl.train", *small, "run_dir=~/lr=3e-4, a~b"])
     run_dir = home / "lr=3e-4, a~b"
+    evaluate, train_on = ["evaluate", f"checkpoint={run_dir}"], ["train", f"resume={run_dir}", "total_steps=512"]
+    commands = [["train", *small, "run_dir=~/lr=3e-4, a~b"], [*evaluate, "num_episodes=2", "output=~/ergebnis ä.json"], train_on]
+    program = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(commands)]
+    done = subprocess.run(program, cwd=home, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert (run_dir / "results.json").is_file()
-    hints = [line for line in told.splitlines() if "python -m embodied_rl." in line]
-    pasted = {words[2]: words[1:] for line in hints for words in [shlex.split(line[line.index("python") :])]}
-    assert f"checkpoint={run_dir}" in pasted["embodied_rl.evaluate"]
-    evaluate, train = [*pasted["embodied_rl.evaluate"][:-1], "num_episodes=2", "output=~/ergebnis ä.json"], pasted["embodied_rl.train"]
-    run(["-c", ONE_AFTER_THE_OTHER, json.dumps([[name.removeprefix("embodied_rl."), *words] for _, name, *words in (evaluate, train)])])
+    hints = [line[line.index("python -m embodied_rl.") :] for line in done.stdout.splitlines() if "python -m embodied_rl." in line]
+    pasted = [[module.removeprefix("embodied_rl."), *words] for _, _, module, *words in map(shlex.split, hints)]
+    assert train_on in pasted
+    assert evaluate in [words[:2] for words in pasted]
     assert (home / "ergebnis ä.json").is_file()
     assert '"step": 512' in (run_dir / "checkpoints/last/state.json").read_text(encoding="utf-8")
 
