@@ -213,7 +213,7 @@ def growing(backend: TorchTokens) -> dict[int, Completion]:
     same = np.arange(70) % 250 + 3
     prompts = [np.append(same, number + 3) if number % 3 == 0 else same[: number + 1] for number in range(9)]
     asked = [
-        GenerationRequest(request_id=number, prompt_ids=prompt, max_new_tokens=90 + number, seed=number, top_k=number % 4)
+        GenerationRequest(request_id=number, prompt_ids=prompt, max_new_tokens=64 + number, seed=number, top_k=number % 4)
         for number, prompt in enumerate(prompts)
     ]
     backend.submit(asked[:6])
