@@ -1,7 +1,8 @@
 """Ends leftover processes of a run's own Ray cluster: ``python -m embodied_rl.roles.ray_watch DRIVER SOCKET MARK``, started before it.
 
 Ray's servers die with the process that started them. A node's agents do not: for a minute they try to report to a server that is gone. All
-processes of the cluster inherit a mark in their environment. Some seconds after the driver's end, this process ends those that remain.
+processes of the cluster inherit a mark in their environment, over which agents may write their title: those that run when the cluster has
+begun are noted. Some seconds after the driver's end, this process ends those that remain.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import signal
 import socket
 import sys
 import time
+
+import psutil
 
 from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.distributed.processes import start_module, started
@@ -37,8 +40,10 @@ class ClusterWatch:
         os.environ[_MARK] = mark
 
     def began(self) -> None:
-        """Note that the cluster's servers run. May be called twice."""
-        os.environ.pop(_MARK, None)
+        """Note that the cluster's servers and agents run. May be called twice."""
+        if os.environ.pop(_MARK, None) is not None:
+            with contextlib.suppress(OSError):  # the watch was killed
+                self._socket.send(b"\n")
 
     def close(self) -> None:
         """Wait until the stopped cluster's processes are gone, and end the rest. May be called twice."""
@@ -47,14 +52,13 @@ class ClusterWatch:
         self._process.wait()
 
 
-def _marked(mark: bytes) -> list[int]:
-    """Running processes with the mark in their environment."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if mark in file.read():
-                    found.append(int(name))
+def _marked(mark: str) -> set[psutil.Process]:
+    """Running processes with the mark in their environment, and what these started."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == mark:
+                found |= {process, *process.children(recursive=True)}
     return found
 
 
@@ -62,15 +66,29 @@ def main() -> None:
     """Wait until the driver ends or closes the connection, then end the leftover processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     started()
-    driver, connection, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
-    with contextlib.suppress(ProcessLookupError):
-        can_be_read(os.pidfd_open(driver), connection, timeout_s=None)
+    driver, connection, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    noted: set[psutil.Process] = set()
+    with contextlib.suppress(ProcessLookupError, ConnectionError):
+        end = os.pidfd_open(driver)
+        can_be_read(end, connection, timeout_s=None)
+        if not can_be_read(end, timeout_s=0.0) and os.read(connection, 1):
+            noted = _marked(mark)
+            can_be_read(end, connection, timeout_s=None)
     last_s = time.monotonic() + _ALONE_S
-    while (left := _marked(mark)) and time.monotonic() < last_s + _END_S:
-        for pid in left if time.monotonic() > last_s else ():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    while (left := _running(noted | _marked(mark))) and time.monotonic() < last_s + _END_S:
+        for process in left if time.monotonic() > last_s else ():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         time.sleep(0.1)
+
+
+def _running(processes: set[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 if __name__ == "__main__":

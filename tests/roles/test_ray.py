@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -287,12 +288,19 @@ def test_what_others_hold_is_waited_for_and_then_refused(session: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters are watched on Linux only")
 def test_the_watch_of_a_cluster_ends_what_began_with_it_and_nothing_else() -> None:
     watch = ClusterWatch()
-    inside = subprocess.Popen(["sleep", "600"])
+    # The second loses its environment, as Ray's agents lose a part of theirs.
+    inside = subprocess.Popen(["sh", "-c", "env -i sleep 600 & echo $! && exec sleep 600"], stdout=subprocess.PIPE)
+    assert inside.stdout is not None
+    unmarked = psutil.Process(int(inside.stdout.readline()))
+    while unmarked.name() != "sleep":
+        time.sleep(0.01)
     watch.began()
     outside = subprocess.Popen(["sleep", "600"])
     watch.close()
     watch.close()
     assert (inside.wait(60.0), outside.poll()) == (-signal.SIGKILL, None)
+    assert not unmarked.is_running() or unmarked.status() == psutil.STATUS_ZOMBIE
+    inside.stdout.close()
     outside.kill()
     outside.wait()
 
