@@ -186,6 +186,8 @@ class RayCluster:
             self.check()
             if self._nodes is None:
                 self._reserve()
+            if self._watch is not None:
+                self._watch.began()
         except BaseException:
             self.close()
             raise
@@ -227,6 +229,8 @@ class RayCluster:
 
     def close(self) -> None:
         """Release everything; end the cluster if it was started here. May be called twice."""
+        if self._watch is not None:
+            self._watch.began()
         group, self._group = self._group, None
         if group is not None and self.ray.is_initialized():
             from ray.util import remove_placement_group
@@ -252,8 +256,6 @@ class RayCluster:
             # The watch ends the cluster's processes, however this process ends.
             self._watch = ClusterWatch() if sys.platform == "linux" else None
             self.ray.init(address="local", include_dashboard=False, **common)
-            if self._watch is not None:
-                self._watch.began()
             return
         try:
             _knock(address)

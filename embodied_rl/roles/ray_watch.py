@@ -40,10 +40,11 @@ class ClusterWatch:
         os.environ[_MARK] = mark
 
     def began(self) -> None:
-        """Note that the cluster's servers and agents run. May be called twice."""
+        """Wait until the cluster's processes are noted. May be called twice."""
         if os.environ.pop(_MARK, None) is not None:
             with contextlib.suppress(OSError):  # the watch was killed
                 self._socket.send(b"\n")
+                self._socket.recv(1)
 
     def close(self) -> None:
         """Wait until the stopped cluster's processes are gone, and end the rest. May be called twice."""
@@ -73,6 +74,7 @@ def main() -> None:
         can_be_read(end, connection, timeout_s=None)
         if not can_be_read(end, timeout_s=0.0) and os.read(connection, 1):
             noted = _marked(mark)
+            os.write(connection, b"\n")
             can_be_read(end, connection, timeout_s=None)
     last_s = time.monotonic() + _ALONE_S
     while (left := _running(noted | _marked(mark))) and time.monotonic() < last_s + _END_S:
