@@ -28,7 +28,7 @@ def test_a_command_line_that_names_no_task_trains_the_main_job() -> None:
 @pytest.mark.parametrize(
     ("words", "success"),
     [
-        # By its last training episodes: half of the steps.
+        # Its last 100 training episodes say when it ends, after half of the steps.
         pytest.param(["stop_at_success=0.9", "evaluation.every_steps=null"], 0.7, id="most", marks=pytest.mark.ci_sample),
         pytest.param([], 0.9, id="all"),
     ],

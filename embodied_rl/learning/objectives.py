@@ -174,13 +174,15 @@ class Objective(ABC, Generic[Trained, AnyRows]):
 
 def divide(weights: np.ndarray, num_parts: int, size: int | None) -> list[Part]:
     """Divide consecutive rows into parts of nearly equal number, and micro-batches of about `size` by weight [n], at least a row each."""
-    if num_parts == 1 and size is None and len(weights):  # as in most steps: in a tenth of the time
-        return [Part(np.arange(len(weights)), [list(range(len(weights)))])]
     parts = []
-    for start, stop in itertools.pairwise(np.linspace(0, len(weights), num_parts + 1).astype(np.int64)):
-        own = weights[start:stop]
-        place = np.zeros(len(own), np.int64) if size is None else (np.cumsum(own) - own) // size
-        parts.append(Part(np.arange(start, stop), [np.flatnonzero(place == number).tolist() for number in np.unique(place)]))
+    for start, stop in itertools.pairwise(np.linspace(0, len(weights), num_parts + 1).astype(np.int64).tolist()):
+        if size is None:
+            micro = [list(range(stop - start))] if stop > start else []
+        else:
+            own = weights[start:stop]
+            place = (np.cumsum(own) - own) // size
+            micro = [np.flatnonzero(place == number).tolist() for number in np.unique(place)]
+        parts.append(Part(np.arange(start, stop), micro))
     return filled_up(parts)
 
 

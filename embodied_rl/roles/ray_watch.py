@@ -25,6 +25,8 @@ _MARK = "EMBODIED_RL_RAY_CLUSTER"
 _ALONE_S = 3.0
 """Seconds that processes have to end before they are killed."""
 _END_S = 3.0
+_NOTE_S = 60.0
+"""Seconds that the driver waits for the watch to note the cluster's processes."""
 
 
 class ClusterWatch:
@@ -40,9 +42,10 @@ class ClusterWatch:
         os.environ[_MARK] = mark
 
     def began(self) -> None:
-        """Wait until the cluster's processes are noted. May be called twice."""
+        """Wait until the watch has noted the cluster's processes, a minute at most. May be called twice."""
         if os.environ.pop(_MARK, None) is not None:
-            with contextlib.suppress(OSError):  # the watch was killed
+            with contextlib.suppress(OSError):  # the watch was killed, or stands still
+                self._socket.settimeout(_NOTE_S)
                 self._socket.send(b"\n")
                 self._socket.recv(1)
 

@@ -292,7 +292,9 @@ def test_the_watch_of_a_cluster_ends_what_began_with_it_and_nothing_else() -> No
     inside = subprocess.Popen(["sh", "-c", "env -i sleep 600 & echo $! && exec sleep 600"], stdout=subprocess.PIPE)
     assert inside.stdout is not None
     unmarked = psutil.Process(int(inside.stdout.readline()))
+    deadline = time.monotonic() + 60.0
     while unmarked.name() != "sleep":
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     watch.began()
     outside = subprocess.Popen(["sleep", "600"])

@@ -38,7 +38,7 @@ def import_mujoco(what: str) -> ModuleType:
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
     """Compile each model's file once inside: environments after the first of a task get copies, in a tenth of the time."""
-    mujoco = import_mujoco("compiled_once")
+    mujoco = import_mujoco("This simulator")
     compile_file = mujoco.MjModel.from_xml_path
     kept: dict[str, MjModel] = {}
 
