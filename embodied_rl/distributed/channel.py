@@ -79,8 +79,9 @@ class Messages:
         self.socket.settimeout(timeout_s)
         try:
             sent = socket.send_fds(self.socket, [data[: _HEADER.size]], fds) if fds else 0
-            for part in (memoryview(data)[sent:], memoryview(rest)):
-                self._send_all(part, read)
+            self._send_all(memoryview(data)[sent:], read)
+            if rest:  # to send nothing would fail if the other end has answered already and ended
+                self._send_all(memoryview(rest), read)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

@@ -394,6 +394,22 @@ def written(end: Channel, message: dict[str, Any], payload: bytes = b"") -> byte
     return data
 
 
+def test_a_peer_that_answers_at_once_and_ends_is_heard(ends: tuple[Channel, Channel]) -> None:
+    """As an environment does whose step raises: nothing is sent to it after its request is whole."""
+    left, right = ends
+
+    class Answered(socket.socket):
+        def sendall(self, data: Any, *flags: int) -> None:
+            super().sendall(data, *flags)
+            right.next_request()
+            right.answer({"kind": "fault"})
+            right.close()
+
+    left.socket = Answered(fileno=left.socket.detach())
+    left.ask({"operation": "step"})
+    assert left.next_answer(5.0) == ({"kind": "fault"}, b"")
+
+
 def test_peer_that_dies_in_the_middle_of_a_message_is_told(ends: tuple[Channel, Channel]) -> None:
     left, right = asked(ends)
     right.socket.sendall(written(right, {"kind": "done"})[:-3])
