@@ -86,13 +86,12 @@ def _end_children() -> None:
     """SIGKILL every child, and the orphans that become children thereby, until there are none."""
     until, own = time.monotonic() + _END_S, os.getpid()
     while time.monotonic() < until:
-        with contextlib.suppress(ChildProcessError):
+        try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        children = [pid for pid, parent in parents().items() if parent == own]
-        if not children:
+        except ChildProcessError:  # there are none
             return
-        for pid in children:
+        for pid in [pid for pid, parent in parents().items() if parent == own]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)

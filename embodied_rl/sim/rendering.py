@@ -42,11 +42,10 @@ def configure_rendering() -> dict[str, str]:
     chosen: dict[str, str] = {}
     if not has_display():
         chosen["SDL_VIDEODRIVER"] = "dummy"
-        backend = mujoco_backend()
-        if backend is not None:
+        if "MUJOCO_GL" not in os.environ and (backend := mujoco_backend()) is not None:
             chosen["MUJOCO_GL"] = backend
-    icd, asked = private_lavapipe(), any(os.environ.get(name) for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"))
-    if icd is not None and not asked and not _accelerated_vulkan():
+    asked = any(os.environ.get(name) for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"))
+    if not asked and (icd := private_lavapipe()) is not None and not _accelerated_vulkan():
         chosen["VK_ICD_FILENAMES"] = str(icd)
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     os.environ.update(chosen)
