@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,7 @@ class WorkerProcess:
         self.num_envs: list[int] = setup["num_envs"]
         self._output = Output()
         self._pid: int | None = None
+        self._reads_pid = threading.Lock()
         # Some simulators iterate over sets of strings; without a fixed hash seed each process would play another episode for a seed.
         environment = {**thread_variables(threads), "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
@@ -88,10 +90,11 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """Id of the process that runs the simulator; the keeper's id if the keeper ended or stalled before it started that process."""
-        if self._pid is None:
-            answer = os.read(self._ready, 32) if can_be_read(self._ready, timeout_s=_READY_S) else b""
-            self._pid = int(answer or self._process.pid)
-        return self._pid
+        with self._reads_pid:  # a service's watcher asks too; only one of the two would find it, or read what has the number after `close`
+            if self._pid is None:
+                answer = os.read(self._ready, 32) if can_be_read(self._ready, timeout_s=_READY_S) else b""
+                self._pid = int(answer or self._process.pid)
+            return self._pid
 
     def alive(self) -> bool:
         return self._process.poll() is None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim import worker_pool
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationError, SimFault
 from embodied_rl.sim.manager import EnvManager
@@ -172,6 +174,26 @@ def test_nothing_is_left_behind_however_the_manager_ends(then: str, kwargs: dict
     process.stdout.close()
     assert_gone(pids)
     assert our_shared_memory() - before == set()
+
+
+def test_two_threads_learn_the_same_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service's watcher asks while another thread closes: the number comes once."""
+    readable = worker_pool.can_be_read
+
+    def readable_for_both(*descriptors: int, timeout_s: float | None) -> bool:
+        found = readable(*descriptors, timeout_s=timeout_s)
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(worker_pool, "can_be_read", readable_for_both)
+    process = WorkerProcess(0, {"num_envs": [1]})
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda _: process.pid, range(2))
+        assert first == second
+        assert first != process._process.pid, "the keeper's"
+    finally:
+        process.close()
 
 
 def test_descriptors_and_processes_do_not_pile_up() -> None:
