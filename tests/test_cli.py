@@ -220,6 +220,50 @@ def test_a_full_disk_and_a_polite_end_are_one_line(body: str, status: int, messa
     assert (done.returncode, done.stderr) == (status, message)
 
 
+SERVE = """
+import faulthandler, os, signal, sys, threading
+from embodied_rl.commands.cli import serve_until_stopped
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_reached(number):
+    num_lines, late = 0, threading.Timer(0.5, end)
+
+    def trace(frame, event, arg):
+        nonlocal num_lines
+        if event == "line" and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            num_lines += 1
+            late.start() if num_lines == 1 else None
+            end() if num_lines == number else None
+        return trace
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.settrace(trace)
+    serve_until_stopped(lambda: sys.settrace(None), "Serving", None, "")
+    late.cancel()
+    late.join()
+    return num_lines >= number
+
+
+number = 1
+while is_reached(number):
+    number += 1
+print(number)
+"""
+
+
+def test_a_server_can_be_ended_at_any_moment() -> None:
+    """At each line that it executes after its handler of SIGTERM is set, until it waits."""
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout.split()[-1]) > 2
+
+
 def test_the_command_can_be_typed_again() -> None:
     assert command_line("train", ["sim=ant", "run_dir=my runs"]) == "python -m embodied_rl.train sim=ant 'run_dir=my runs'"
 

@@ -13,6 +13,7 @@ import gc
 import glob
 import io
 import os
+import queue
 import resource
 import shlex
 import shutil
@@ -269,11 +270,11 @@ def serve_until_stopped(close: Callable[[], object], message: str, new_token: st
         from embodied_rl.serving.http_server import TOKEN_VARIABLE
 
         print(f"{for_what}:\nexport {TOKEN_VARIABLE}={new_token}")
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    ended = queue.SimpleQueue[None]()  # an Event's lock may be held by the `wait` that the signal interrupts
+    signal.signal(signal.SIGTERM, lambda *_: ended.put(None))
     print(f"{message}  (Ctrl-C to stop)", flush=True)
     try:
-        ended.wait()
+        ended.get()
     finally:
         close()
 
