@@ -112,12 +112,13 @@ class LocalRanks(RankHost):
     def ended(self, patience_s: float) -> Exception | None:
         """See `RankHost.ended`: a connection closes a little before its process has ended."""
         deadline = time.monotonic() + patience_s
-        while self.processes and time.monotonic() < deadline:
+        while True:
             for index, process in enumerate(self.processes):
                 if process.poll() is not None:
                     return TrainWorkerError(f"Train worker of rank {index + 1} ended with status {process.returncode}.")
+            if not self.processes or time.monotonic() >= deadline:
+                return None
             time.sleep(0.01)
-        return None
 
     def close(self) -> None:
         for link in self.links:

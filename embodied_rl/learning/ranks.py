@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Rank:
         self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)
         self.local = LocalExecutor(self.policy, config, device, "float32")  # the shards' own precision is that of `hybrid.sharding`
         self.saving: SavingCheckpoint | None = None
+        self.lost: Callable[[], Exception | None] = lambda: None
+        """See `save_sharded`."""
         self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
         self._made: dict[str, Objective[Any, Any]] = {}
 
@@ -115,7 +118,7 @@ class Rank:
             self.local.forget()
         elif what == "save_parts":  # after the previous part is written; rank 0 reports what went wrong
             self._finish_saving()
-            self.saving = save_sharded(message["folder"], self._optimizer_parts(), asynchronous=True)
+            self.saving = save_sharded(message["folder"], self._optimizer_parts(), asynchronous=True, lost=self.lost)
         elif what == "load_parts":  # written by any number of ranks
             self.local.forget()
             found = self._optimizer_parts()
@@ -215,6 +218,7 @@ class RankExecutor(Executor):
             if host.first is None:
                 join(self._store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
                 self.rank = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
+                self.rank.lost = partial(host.ended, 0.0)
             self._await_start(links)
 
     def _await_start(self, links: Sequence[tuple[int, RankLink]]) -> None:
@@ -324,7 +328,7 @@ class RankExecutor(Executor):
     def save_parts(self, folder: Path) -> Callable[[], Path]:
         """Start writing each rank's part of the optimizer's state; the returned function waits until the folder is whole.
 
-        That wait raises UserError if a part cannot be written.
+        That wait raises UserError if a part cannot be written, and TrainWorkerError if a rank ends before it has written its part.
         """
         self._all("save_parts", folder=str(folder))
         assert self.rank is not None, "the first rank is elsewhere"

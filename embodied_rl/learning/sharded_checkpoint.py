@@ -84,6 +84,7 @@ def save_sharded(
     metadata: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
     timeout_s: float = 600.0,
+    lost: Callable[[], Exception | None] = lambda: None,
 ) -> SavingCheckpoint:
     """Write plain and sharded tensors; a collective call. Replaces what exists at `folder` once the new one is whole.
 
@@ -92,6 +93,7 @@ def save_sharded(
         metadata: JSON values of rank 0 (the step, the number of ranks, …).
         asynchronous: return once the parts are copied to the host; `SavingCheckpoint.wait` raises later errors. False: wait here.
         timeout_s: longest wait for the slowest rank's part.
+        lost: of rank 0, which asks while it waits: the error for a rank that has ended, whose part will never come.
 
     Raises UserError: the folder cannot be written.
     """
@@ -107,7 +109,7 @@ def save_sharded(
         try:
             _write_part(partial, rank, parts, entries)
             if rank == 0:
-                _finish(partial, final, description, dict(metadata or {}), num_ranks, timeout_s)
+                _finish(partial, final, description, dict(metadata or {}), num_ranks, timeout_s, lost)
             else:
                 _await(lambda: not partial.exists(), timeout_s, f"rank 0 did not finish checkpoint '{final}'")
         except (OSError, SafetensorError) as error:
@@ -260,9 +262,17 @@ def _all_there(partial: Path, notes: list[Path]) -> bool:
     return all(note.is_file() for note in notes)
 
 
-def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: dict[str, Any], num_ranks: int, timeout_s: float) -> None:
+def _finish(
+    partial: Path,
+    final: Path,
+    description: dict[str, Any],
+    metadata: dict[str, Any],
+    num_ranks: int,
+    timeout_s: float,
+    lost: Callable[[], Exception | None],
+) -> None:
     notes = [partial / f"rank_{rank:05d}.json" for rank in range(num_ranks)]
-    _await(lambda: _all_there(partial, notes), timeout_s, f"not every rank wrote its part of checkpoint '{final}'")
+    _await(lambda: _all_there(partial, notes), timeout_s, f"not every rank wrote its part of checkpoint '{final}'", lost)
     files, places = {}, {name: [] for name in description}  # type: ignore[var-annotated]
     for note in notes:
         written = json.loads(note.read_text(encoding="utf-8"))
@@ -325,9 +335,11 @@ def _check_entry(folder: Path, name: str, tensor: Tensor, entry: dict[str, Any] 
         )
 
 
-def _await(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def _await(condition: Callable[[], bool], timeout_s: float, what: str, lost: Callable[[], Exception | None] = lambda: None) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
+        if (ended := lost()) is not None and not condition():  # its part may be there
+            raise ended
         if time.monotonic() > deadline:
             raise UserError(f"{what} within {timeout_s:g} s. Do all ranks see the same folder?")
         time.sleep(_POLL_S)

@@ -129,14 +129,13 @@ class RayLink:
     def failure(self, patience_s: float) -> tuple[bool, str] | None:
         """(whether its process ended without an error, description) of a rank that failed within the time; None: it continues."""
         deadline = time.monotonic() + patience_s
-        while self._sent:
+        for reference in list(self._sent):  # the thread of a checkpoint asks too, while this one sends
             try:
-                kind, value = _answer(self._sent[0], max(deadline - time.monotonic(), 0.0))
+                kind, value = _answer(reference, max(deadline - time.monotonic(), 0.0))
             except TimeoutError:
                 return None
             if kind != "value":
                 return kind == "gone", str(value["message"] if kind == "error" else value)
-            self._sent.pop(0)
         return None
 
     def _forget_done(self) -> None:
@@ -203,7 +202,7 @@ class RayRanks(RankHost):
         """See `RankHost.ended`. RoleLost for a rank whose process or node is gone; the others then fail too."""
         failed: dict[int, str] = {}
         deadline = time.monotonic() + patience_s
-        while len(failed) < len(self._links) and time.monotonic() < deadline:
+        while len(failed) < len(self._links):
             for index, link in enumerate(self._links, start=self._lowest):
                 if index in failed or (found := link.failure(_LOOK_S)) is None:
                     continue
@@ -213,6 +212,8 @@ class RayRanks(RankHost):
                 if not failed:  # another rank's end may be the cause, and may not be known yet
                     deadline = min(deadline, time.monotonic() + _CAUSE_S)
                 failed[index] = what
+            if time.monotonic() >= deadline:
+                break
         return TrainWorkerError("\n".join(f"{self._named(index)}: {what}" for index, what in failed.items())) if failed else None
 
     def _named(self, index: int) -> str:

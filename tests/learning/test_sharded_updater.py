@@ -236,6 +236,20 @@ def test_a_rank_that_fails_ends_even_if_its_checkpoint_cannot_be_finished(
         ranks.close()
 
 
+def test_a_rank_that_ends_before_its_part_is_written_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when it is killed for its memory while it copies its part; the others' parts would be waited for in vain."""
+    _, ranks = sharded(make_policy(), 2)
+    try:
+        monkeypatch.setattr(sharded_checkpoint, "_all_there", lambda *_: False)
+        wait = ranks.save_parts(tmp_path / "parts")
+        ranks.host.processes[0].kill()  # type: ignore[attr-defined]
+        with pytest.raises(TrainWorkerError, match="rank 1 ended with status -9"):
+            wait()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        ranks.close()
+
+
 def test_a_refused_run_leaves_no_rank_behind(tmp_path: Path) -> None:
     common = ("sim=cartpole", "hybrid=fsdp2", "hybrid.device=cpu", "hybrid.offload=[kv_cache]")
     with pytest.raises(UserError, match="has no cache"):
