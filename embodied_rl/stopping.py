@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+_AGAIN_S = 0.5
+"""Seconds between two signals to a wait: one that comes a moment before the wait's system call does not interrupt it."""
+
 
 class WaitStopped(BaseException):
     """The run must end, so its wait is given up. Not an `Exception`, so that no handler of faults on the way catches it."""
@@ -113,8 +116,9 @@ class Stopper:
 
     def _knock_later(self, number: int) -> None:
         time.sleep(self._patience_s)
-        if self._inside and number == self._number:
+        while self._inside and number == self._number:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+            time.sleep(_AGAIN_S)
 
     def _on_knock(self, number: int, frame: FrameType | None) -> None:
         if not (self._inside and self._stopped):  # not a signal of this Stopper

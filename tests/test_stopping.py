@@ -219,6 +219,22 @@ def test_waits_alone_are_ended() -> None:
         threading.Event().wait(DEADLINE_S)
 
 
+def test_a_wait_whose_system_call_begins_a_moment_after_the_signal_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    knock, knocks = signal.pthread_kill, []
+
+    def too_early(thread: int, number: int) -> None:
+        knocks.append(number)
+        if len(knocks) > 1:  # the first has been handled before the wait slept: nothing interrupts it
+            knock(thread, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", too_early)
+    stopper = Stopper(0.02)
+    stopper.stop()
+    with pytest.raises(WaitStopped), stopper.stoppable(), waiting:
+        threading.Event().wait(20.0)
+    assert knocks == [signal.SIGURG, signal.SIGURG]
+
+
 def test_who_uses_the_clock_of_the_process_keeps_it() -> None:
     """Limits of tests are such a clock."""
     handler, clock = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
