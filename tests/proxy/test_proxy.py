@@ -33,7 +33,15 @@ from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, train_tokenizer
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
 from embodied_rl.serving.agents.pump import BackendPump
-from embodied_rl.serving.agents.sessions import CapturedSession, Session, SessionBook, SessionLimits, history_keys, read_captured
+from embodied_rl.serving.agents.sessions import (
+    CapturedSession,
+    CapturedTurn,
+    Session,
+    SessionBook,
+    SessionLimits,
+    history_keys,
+    read_captured,
+)
 from embodied_rl.serving.http_server import ServerLimits
 
 TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4
@@ -150,6 +158,24 @@ def test_a_long_conversation_is_looked_up_in_one_pass() -> None:
     assert history_keys(messages[:2], [{"function": {"name": "look"}}])[-1] != keys[1]
     tokenizer: Any = SimpleNamespace(chat=lambda messages, tools: np.arange(len(messages)))
     assert Session("long").prompt(messages, None, tokenizer)[1] is None
+
+
+def test_what_is_found_of_an_answer_is_there(tokenizer: ChatTokenizer) -> None:
+    """The same question was asked twice at once, and the program goes on with one answer while the equal one is stored."""
+    session, question, answer = Session("agent"), [user("Where?")], {"role": "assistant", "content": "go left"}
+
+    class Noticed(dict[str, int]):
+        def __setitem__(self, key: str, number: int) -> None:
+            super().__setitem__(key, number)
+            continued.append(session.prompt([*question, answer, user("And now?")], None, tokenizer)[1])
+
+    session._by_history, continued = Noticed(), list[int | None]()
+    for name in ("first", "second"):
+        ids, none = tokenizer.encode("go left"), np.zeros(0, np.float32)
+        turn = {"prompt_ids": tokenizer.chat(question), "sampled_ids": ids, "version": np.zeros(len(ids), np.int64)}
+        turn |= dict.fromkeys(("log_prob", "sampling_log_prob"), np.resize(none, len(ids)))
+        session.add(CapturedTurn(completion_id=name, parent=None, finish_reason="length", **turn), [*question, answer], None)
+    assert continued == [0, 1]
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_template(tokenizer: ChatTokenizer) -> None:

@@ -306,8 +306,8 @@ class Session:
         with self._lock:
             if self._captured is not None:
                 raise HttpProblem(409, "session_ended", f"Session '{self.name}' ended while this was sampled.")
-            self._by_history[history_keys(messages, tools)[-1]] = len(self._turns)
-            self._turns.append(turn)
+            self._turns.append(turn)  # before its number can be found: `prompt` takes no lock
+            self._by_history[history_keys(messages, tools)[-1]] = len(self._turns) - 1
 
     def recall(self, completion_id: str) -> tuple[dict[str, Any], ...] | None:
         """Messages that `remember` stored for an answer; None if there are none."""
