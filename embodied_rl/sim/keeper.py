@@ -47,7 +47,6 @@ class _Keeper:
     def __init__(self, manager: int) -> None:
         self._manager, self._worker = manager, 0
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager handles it
-        signal.signal(signal.SIGTERM, self._on_term)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -55,8 +54,9 @@ class _Keeper:
         """Fork; returns 0 in the process that becomes the worker."""
         self._worker = os.fork()
         if self._worker == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setpgid(0, 0)
+        else:  # not earlier: until it has a worker to kill, the signal ends this process, and with it the worker
+            signal.signal(signal.SIGTERM, self._on_term)
         return self._worker
 
     def outlive(self) -> int:

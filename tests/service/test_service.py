@@ -406,6 +406,18 @@ def test_an_environment_that_nobody_asks_is_closed_for_its_memory_too(monkeypatc
         assert ask(running.url, f"/v1/environments/{env_id}")[1]["kind"] == "out_of_memory"
 
 
+def test_an_environment_that_is_ended_after_an_answer_leaves_its_place() -> None:
+    """It was too large while it was asked: no thread that talks to it hears of its end."""
+    with served() as running:
+        env_id = make(running.url, "count")
+        running.hub.get(env_id).condemn(HttpProblem(500, "out_of_memory", "too much"))
+        until = time.monotonic() + 60
+        while running.hub.num_environments and time.monotonic() < until:
+            time.sleep(0.05)
+        assert running.hub.num_environments == 0
+        assert ask(running.url, f"/v1/environments/{env_id}")[1]["kind"] == "out_of_memory"
+
+
 def test_closing_ends_every_process() -> None:
     with served() as running:
         answer = ask(running.url, "/v1/environments", {"sim": "puck", "count": 2})[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,32 @@ def test_a_keeper_that_is_killed_takes_its_worker_along_and_the_run_goes_on(tmp_
         assert left(grouped, 120.0) == []
         for pid in left(pids, 0.0):  # out of reach
             os.kill(pid, signal.SIGKILL)
+
+
+EARLY = """
+    import os, signal
+    from embodied_rl.sim import keeper
+    fork = os.fork
+    def fork_late():
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fork()
+    os.fork = fork_late
+    keeper.main()
+"""
+
+
+def test_a_keeper_that_is_ended_before_it_has_a_worker_starts_none() -> None:
+    """Else a fault of a worker that has only begun would cost ten seconds, because the signal was lost."""
+    ours, theirs = socket.socketpair()
+    life, ready = os.pipe(), os.pipe()
+    handed = (theirs.fileno(), life[0], ready[1])
+    ours.close()  # a worker would end by itself
+    command = [sys.executable, "-c", textwrap.dedent(EARLY), "embodied_rl.sim.worker", str(os.getpid()), *map(str, handed)]
+    ended = subprocess.run(command, pass_fds=handed, cwd=Path(__file__).parents[2], timeout=120, capture_output=True, check=False)
+    for descriptor in (*life, *ready):
+        os.close(descriptor)
+    theirs.close()
+    assert ended.returncode == -signal.SIGTERM
 
 
 SCRIPT = """

@@ -176,8 +176,10 @@ class Environment:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def over_memory(self) -> HttpProblem | None:
-        """Problem of an environment whose process exceeds its memory limit; None if it does not."""
+        """Problem of an environment whose process exceeds its memory limit, or was ended for that; None if it does not."""
         limit = self._limits.memory_mb
+        if self._condemned is not None:
+            return self._condemned
         if limit is None or self._process.resident_mb() <= limit:
             return None
         message = f"Environment '{self.env_id}' ({self.sim}) ran over its {limit:g} MB of memory after {self.num_steps} steps."
