@@ -338,9 +338,11 @@ def keep_films(folder: Path) -> Iterator[None]:
     for left in folder.parent.glob(f"{_PREFIX}*"):
         _remove_if_left(left)
     with writing_to(folder):
-        folder.mkdir(parents=True)
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        unseen = folder.with_name(f".new{folder.name}")  # another process that found it without its lock would remove it
+        unseen.mkdir(parents=True)
+        lock = os.open(unseen, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        unseen.rename(folder)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import signal
 import subprocess
@@ -187,3 +188,20 @@ def test_what_is_filmed() -> None:
     assert filmed_columns(sim.spec) == {}, "pictures of 8 × 8 are arrays"
     assert films_of(sim.spec, Path("nowhere")) is None
     sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))  # and nothing is written
+
+
+def test_a_recorder_that_comes_while_another_one_begins_leaves_it_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, lock, locked = films_folder(tmp_path), fcntl.flock, list[int]()
+
+    def late(file: int, how: int) -> None:
+        locked.append(file)
+        if len(locked) == 1:
+            with keep_films(films_folder(tmp_path)):
+                pass
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with keep_films(mine):
+        assert len(locked) > 1
+        assert list(tmp_path.iterdir()) == [mine]
+    assert list(tmp_path.iterdir()) == []
