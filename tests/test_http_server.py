@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from embodied_rl.errors import UserError
+from embodied_rl.serving import http_server
 from embodied_rl.serving.environments.hub import ServiceLimits
 from embodied_rl.serving.http_server import EventStream, HttpRequest, HttpServer, Reply, ServerLimits, token_to_ask_for
 
@@ -173,6 +174,17 @@ def test_one_connection_too_many_is_told(server: HttpServer) -> None:
     with held(server), held(server), held(server):
         status, body = sent(server, b"", whole=False)
     assert (status, body["kind"]) == (503, "busy")
+
+
+def test_one_connection_too_many_is_told_before_it_has_asked(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As most clients do, it sends head and body before it reads."""
+    monkeypatch.setattr(http_server, "_LINGER_S", 60.0)
+    with held(server), held(server), held(server), socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        head, _, body = posted(b"x" * 2**20).partition(b"\r\n\r\n")
+        for part in (head, body, body):
+            connection.sendall(part)
+    assert answer.startswith(b"HTTP/1.1 503")
 
 
 def test_a_client_behind_a_high_descriptor_is_there(server: HttpServer) -> None:

@@ -230,6 +230,8 @@ class HttpServer(ThreadingHTTPServer):
         self._full = self._refusal_when_full()
         self._places = threading.Semaphore(self.limits.max_connections)
         self._connections = set[socket.socket]()
+        self._refused = dict[socket.socket, float]()
+        """{connection beyond the limit: time until which it is read}"""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Requests)
@@ -254,6 +256,8 @@ class HttpServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join(5.0)
+        for connection in self._refused:
+            connection.close()
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)  # answers can still be sent; kept connections end
@@ -273,8 +277,18 @@ class HttpServer(ThreadingHTTPServer):
                 request.setblocking(False)
                 request.sendall(self._full)
                 request.shutdown(socket.SHUT_WR)
-                request.recv(2**16)  # closing a connection with unread bytes resets it and loses the answer
-            self.shutdown_request(request)
+            self._refused[request] = time.monotonic() + _LINGER_S
+
+    def service_actions(self) -> None:
+        """Read what refused clients send, in the thread that accepts, as `_Requests._linger` does for others."""
+        for connection, until in list(self._refused.items()):
+            try:
+                is_over = not connection.recv(2**20)
+            except OSError as error:
+                is_over = not isinstance(error, BlockingIOError)
+            if is_over or time.monotonic() > until or len(self._refused) > self.request_queue_size:
+                del self._refused[connection]
+                self.shutdown_request(connection)
 
     def process_request_thread(self, request: _Connection, client_address: _Address) -> None:
         try:
