@@ -475,6 +475,36 @@ def test_limits_of_sessions(tokenizer: ChatTokenizer) -> None:
 # ---- with a model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_session_that_its_client_is_ending_is_not_lost(
+    written: bool, tokenizer: ChatTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to its owner, who ends it at the same time, nor to the proxy's end."""
+    forget, found = SessionBook.forget, list[Any]()
+    with serving(says(tokenizer, "go left"), tokenizer, output=tmp_path if written else None) as proxy:
+
+        def end() -> None:
+            if written:
+                proxy.close()
+                found.extend(read_captured(tmp_path))
+            else:
+                found.append(proxy.end_session("agent"))
+
+        meanwhile = threading.Thread(target=end)
+
+        def slowly(book: SessionBook, session: Session) -> None:
+            forget(book, session)
+            meanwhile.start()
+            meanwhile.join(1.0)
+
+        monkeypatch.setattr(SessionBook, "forget", slowly)
+        chat(proxy, [user("Where?")])
+        assert ask(proxy, "/sessions/agent/end", {})[0] == 200
+        meanwhile.join()
+        assert [(session.session, session.ended_by) for session in found] == [("agent", "client")]
+        assert proxy.take_finished() == []
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), TEXTS, shape=TinyShape(max_context=256, spread=0.3), vocab_size=300)

@@ -113,6 +113,8 @@ class AgentProxy:
         limits = limits or SessionLimits()
         self._book = SessionBook(limits, open_to_any_key=token is None and web.is_loopback(host))
         self._finished: deque[CapturedSession] = deque()
+        self._ending = threading.RLock()
+        """Held while a session ends, until it is kept or written."""
         self.shared_backend, self._can_constrain = BackendPump(backend), backend.can_constrain
         """The backend, also for users other than the proxy, as long as it is open."""
         self._entry = {"id": options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
@@ -159,15 +161,16 @@ class AgentProxy:
 
     def end_session(self, name: str) -> CapturedSession | None:
         """End a session, or take one that its client ended, instead of leaving it to `take_finished`. None: there is none of that name."""
-        session = self._book.sessions.get(name)
-        if session is None:
+        with self._ending:
+            session = self._book.sessions.get(name)
+            if session is not None:
+                captured, _ = session.end("close")
+                self._book.forget(session)
+                return captured
             taken = next((one for one in list(self._finished) if one.session == name), None)
             if taken is not None:
                 self._finished.remove(taken)
             return taken
-        captured, first = session.end("close")
-        self._book.forget(session)
-        return captured if first else None
 
     def take_finished(self) -> list[CapturedSession]:
         """Sessions that ended since the last call, oldest first; empty if they are written to a folder."""
@@ -181,8 +184,9 @@ class AgentProxy:
         self._closing.set()
         self._server.close()
         self.shared_backend.close()
-        for session in list(self._book.sessions.values()):
-            self._finish(session, "close")
+        with self._ending:
+            for session in list(self._book.sessions.values()):
+                self._finish(session, "close")
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
@@ -502,14 +506,15 @@ class AgentProxy:
             self._finish(session, "idle")
 
     def _finish(self, session: Session, ended_by: str) -> None:
-        captured, first = session.end(ended_by)
-        self._book.forget(session)
-        if not first or (not captured.turns and ended_by != "client"):
-            return
-        if self._options.output is None:
-            self._finished.append(captured)
-        else:
-            captured.save(self._options.output)
+        with self._ending:
+            captured, first = session.end(ended_by)
+            self._book.forget(session)
+            if not first or (not captured.turns and ended_by != "client"):
+                return
+            if self._options.output is None:
+                self._finished.append(captured)
+            else:
+                captured.save(self._options.output)
 
 
 def _refusal(problem: web.HttpProblem, path: str) -> dict[str, Any]:
