@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -126,6 +127,21 @@ class JsonClient:
                 raise RemoteFault(fault.kind, f"No answer from {self.url}{path} after {attempt} attempt{'s' * (attempt > 1)}: {fault}")
             self.num_repeats += 1
             time.sleep(wait)
+
+    def send_all(self, method: str, paths: Sequence[str], deadline_s: float) -> None:
+        """Send requests without a body, each on its own connection and at once, because this process may end before they are answered;
+        then wait for the answers. Failures are ignored."""
+        until, connections = time.monotonic() + deadline_s, list[http.client.HTTPConnection]()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            for path in paths:
+                connections.append(self._connected(until))
+                self._connection = None
+                connections[-1].request(method, self._prefix + path, headers=self._headers)
+            for connection in connections:
+                connection.sock.settimeout(max(until - time.monotonic(), 0.001))
+                connection.getresponse().read()
+        for connection in connections:
+            connection.close()
 
     def close(self) -> None:
         """Drop the connection; the next call makes another."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,14 @@ def play(factory: SimFactory, messages: int = 20, num_workers: int = 1, **kwargs
         return play_lockstep(manager, messages), manager.fault_records
 
 
+def none_is_left(service: EnvironmentService) -> bool:
+    """Whether its environments are closed, soon after the end of a process that asked for it."""
+    until = time.monotonic() + 60
+    while service.hub.num_environments and time.monotonic() < until:
+        time.sleep(0.01)
+    return service.hub.num_environments == 0
+
+
 def assert_same(expected: Trace, actual: Trace) -> None:
     assert expected.keys() == actual.keys()
     for slot, rows in expected.items():
@@ -76,7 +85,7 @@ def test_traces_are_those_of_the_local_simulator(service: EnvironmentService, si
     actual, _ = play(remote(service.url, sim), num_workers=2, max_episode_steps=9)
     assert any(row[5] is not None for rows in expected.values() for row in rows), "no episode ended"
     assert_same(expected, actual)
-    assert service.hub.num_environments == 0, "the manager's end closes them"
+    assert none_is_left(service), "the manager's end closes them"
 
 
 def test_texts_and_values_of_varying_size_are_those_of_the_local_simulator(service: EnvironmentService) -> None:
@@ -168,7 +177,7 @@ def test_a_remote_environment_that_dies_is_replaced_and_its_episodes_taken_up(tm
         failing = replace(SIMULATORS["count"], kwargs={**SIMULATORS["count"].kwargs, "once": str(tmp_path / f"once{number}")})
         with served(offered={"failing": failing}) as service:
             actual, records = play(remote(service.url, "failing", sim_kwargs={"misbehave": misbehave, "at": 4}))
-            assert service.hub.num_environments == 0, "none is left over"
+            assert none_is_left(service)
         assert_same(expected, actual)
         (record,) = records
         assert record.kind is FaultKind.RAISED
@@ -205,6 +214,26 @@ def test_a_service_that_was_started_anew_knows_no_environments() -> None:
         proxy.close()
         first.close()
         second.close()
+
+
+def test_environments_are_closed_at_once() -> None:
+    """The process that closes them has a second: one after the other, many would be left over until they were idle for long."""
+    together, closed = threading.Barrier(3), list[str]()
+
+    def answer(request: HttpRequest) -> Reply:
+        together.wait(60)
+        closed.append(f"{request.method} {request.path}")
+        return Reply({})
+
+    server = HttpServer(answer)
+    try:
+        sim = RemoteSim(JsonClient(server.url), ["a", "b", "c"], SimFactory("tests.sim.toy:CountingSim").make(1).spec, [0, 0, 0])
+        sim.close()
+        assert not together.broken
+        assert sorted(closed) == [f"DELETE /v1/environments/{env_id}" for env_id in "abc"]
+    finally:
+        together.abort()
+        server.close()
 
 
 def test_a_busy_server_is_asked_again_and_a_broken_one_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
