@@ -134,9 +134,10 @@ class _Display:
 
     def _speak(self, ended: threading.Event) -> None:
         while not ended.wait(0.2):
-            if self.phases and (self.spoke_s is None or time.monotonic() - self.spoke_s >= LINE_INTERVAL_S):
+            phases = self.phases[-1:]  # the main thread may close it meanwhile
+            if phases and (self.spoke_s is None or time.monotonic() - self.spoke_s >= LINE_INTERVAL_S):
                 self.spoke_s = time.monotonic()
-                print(self.phases[-1].line(), file=sys.stdout if self.to_stdout else sys.stderr, flush=True)
+                print(phases[0].line(), file=sys.stdout if self.to_stdout else sys.stderr, flush=True)
 
 
 _display = _Display()

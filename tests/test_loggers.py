@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from embodied_rl.loggers.console import ConsoleLogger, metrics_table, time_share
 from embodied_rl.loggers.jsonl import JsonlLogger, PlotLogger, choose_panels, draw_curves, read_metrics
 from embodied_rl.loggers.meanings import FIGURES, MEANINGS, Meaning, derived, explain_text, meaning_of, with_aliases
 from embodied_rl.loggers.trackers import TensorBoardLogger
-from embodied_rl.progress import clock_text, progress_bar
+from embodied_rl.progress import _Display, _Phase, clock_text, progress_bar
 from embodied_rl.video import write_gif, write_mp4
 
 METRICS = {
@@ -403,6 +404,25 @@ def test_phases_without_a_terminal_are_a_line_every_interval(capsys: pytest.Capt
     for line in lines:
         assert re.fullmatch(r"cloning 1/4 · loss 0\.5 · elapsed \d+:\d\d · left (?!0:00)\d+:\d\d", line), line
     assert "hidden" not in capsys.readouterr().err
+
+
+def test_a_phase_that_ends_as_its_line_is_due_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    class Ending(list[_Phase]):
+        def __bool__(self) -> bool:
+            found = len(self) > 0
+            self.clear()  # by the main thread, which runs now
+            return found
+
+    class Once(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            was_set = self.is_set()
+            self.set()
+            return was_set
+
+    display = _Display()
+    display.phases = Ending([_Phase("starting", None)])
+    display._speak(Once())
+    assert "starting" in capsys.readouterr().err
 
 
 def test_on_a_terminal_phases_stand_below_the_table_and_leave_nothing() -> None:

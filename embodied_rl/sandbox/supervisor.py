@@ -276,7 +276,7 @@ def _size(folder: str) -> int | None:
                         total += entry.stat(follow_symlinks=False).st_blocks * 512
                     except FileNotFoundError:  # deleted since then
                         continue
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # deleted since then, or a file now
             continue
         except OSError:  # a path beyond the longest that the kernel takes, or a mode that keeps us out
             return None

@@ -235,6 +235,20 @@ def test_what_programs_may_use_works_at_every_level() -> None:
         assert run_program("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", LIMITS.box(level)).status == 128 + signal.SIGTERM
 
 
+def test_folders_that_become_files_while_they_are_counted_are_no_offence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "name").mkdir()
+    scandir = os.scandir
+
+    def late(path: str) -> Any:
+        if path == str(tmp_path / "name"):
+            os.rmdir(path)
+            Path(path).touch()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert supervisor._size(str(tmp_path)) is not None
+
+
 def test_the_page_shows_the_table() -> None:
     rows = ["| A program that … | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * (len(LEVELS) + 1) + "|"]
     for attack in ATTACKS:
