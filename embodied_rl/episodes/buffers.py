@@ -236,14 +236,14 @@ class VideoBuffer:
     def finish(self) -> Path:
         """Wait for the encoder; return the video's file."""
         if self._writer is not None:
-            self._encoder.wait()
+            self._encoder.wait(self._writer)
             writer, self._writer = self._writer, None
             writer.close()
         return self.path
 
     def discard(self) -> None:
         if self._writer is not None:
-            self._encoder.wait(complain=False)
+            self._encoder.wait(self._writer, complain=False)
             writer, self._writer = self._writer, None
             writer.discard()
         # The video was finished but not moved into the part.
@@ -317,14 +317,15 @@ class Encoder:
         self._free: dict[tuple[int, ...], queue.SimpleQueue[PictureRoom]] = {}
         """{picture size: free rooms}"""
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._errors: dict[VideoWriter, Exception] = {}
+        """The last error of a writer that was not raised yet."""
 
     def put(self, writer: VideoWriter, picture: np.ndarray) -> None:
         """Copy a picture [H, W, 3] uint8 and queue it for encoding."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="episode-encoder", daemon=True)
             self._thread.start()
-        self._raise_error()
+        self._raise_error(writer)
         try:
             room = self._rooms(writer.shape).get(timeout=_STUCK_S)
         except queue.Empty:
@@ -332,15 +333,16 @@ class Encoder:
         room.fill(picture)
         self._queue.put((writer, room))
 
-    def wait(self, complain: bool = True) -> None:
-        """Wait until everything is encoded. Raises the encoder's error unless `complain` is False."""
+    def wait(self, writer: VideoWriter, complain: bool = True) -> None:
+        """Wait until everything is encoded. Raises the writer's error unless `complain` is False."""
         if self._thread is not None:
             reached = threading.Event()
             self._queue.put(reached)
             if not reached.wait(_STUCK_S):
                 raise _stuck()
         if complain:
-            self._raise_error()
+            self._raise_error(writer)
+        self._errors.pop(writer, None)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -367,14 +369,13 @@ class Encoder:
             writer, room = item
             try:
                 writer.encode(room)
-            except Exception as error:  # raised by the next `put` or `wait`
-                self._error = error
+            except Exception as error:  # raised by the writer's next `put` or `wait`
+                self._errors[writer] = error
             finally:
                 self._free[writer.shape].put(room)
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
+    def _raise_error(self, writer: VideoWriter) -> None:
+        if (error := self._errors.pop(writer, None)) is not None:
             raise RecordingError(f"A video cannot be encoded: {error}.") from error
 
 

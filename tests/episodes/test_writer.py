@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from embodied_rl.episodes.buffers import Encoder
 from embodied_rl.episodes.folder import validate
-from embodied_rl.episodes.pictures import PictureRoom
+from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import EpisodeSink
@@ -202,6 +203,21 @@ def test_an_encoder_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         writer.add(make_episode(images={"front": moving_square(5, 32, 48)}))
     with open_recording(tmp_path / "r") as recording:
         assert len(recording) == 0
+
+
+def test_an_error_of_the_encoder_is_that_of_its_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes share the encoder: another one's next picture may come first."""
+    first, second = (VideoWriter(tmp_path / name, 16, 16, 10, lossless=True) for name in ("first.mp4", "second.mp4"))
+    monkeypatch.setattr(first, "encode", lambda room: 1 / 0)
+    encoder, picture = Encoder(), np.zeros((16, 16, 3), np.uint8)
+    encoder.put(first, picture)
+    encoder.put(second, picture)
+    encoder.wait(second)
+    with pytest.raises(RecordingError, match="division"):
+        encoder.wait(first)
+    encoder.close()
+    for writer in (first, second):
+        writer.discard()
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
