@@ -60,6 +60,7 @@ class _Watch:
     progress: int = 0
     waits_since: float | None = None
     """Time when a poll first found slots waiting without progress since the poll before; None: the last one did not."""
+    looked_at: float = 0.0
     failures: int = 0
     """Failures in a row without a step in between."""
     progress_at_failure: int = -1
@@ -162,9 +163,11 @@ class Supervisor:
     def _next_to_answer(self, asked: Mapping[int, float], limit_s: float) -> tuple[int, bool]:
         """(worker, whether it is late): the next of {worker: time of its request} with an answer to read, or the first that is late."""
         workers = {self.pool.workers[index].channel.socket: index for index in asked}
-        first = min(asked, key=asked.__getitem__)
+        first, looked = min(asked, key=asked.__getitem__), time.perf_counter()
         while True:
-            left = asked[first] + limit_s - time.perf_counter()
+            before, looked = looked, time.perf_counter()
+            limit_s += max(0.0, looked - before - limit_s / 2)  # as in `_watch`
+            left = asked[first] + limit_s - looked
             with waiting:
                 ready = wait(workers, min(max(left, 0.0), _LOOK_S))
             if ready:
@@ -197,14 +200,18 @@ class Supervisor:
     def _watch(self, index: int, watch: _Watch, now: float, check_memory: bool) -> None:
         worker, arrays = self.pool.workers[index], self.pool.slab.arrays
         worker.check(bool(arrays["failed"][index, 0]))
-        state = self.pool.state
+        state, limit_s = self.pool.state, self.pool.plan.step_timeout_s
         progress = self._progress(index)
         if progress != watch.progress or all(state[slot] != PENDING for slot in self.pool.slots_of[index]):
             watch.progress, watch.waits_since = progress, None
         elif watch.waits_since is None:  # the poll before may be long ago: the caller does other things between two steps
             watch.waits_since = now
-        elif now - watch.waits_since > self.pool.plan.step_timeout_s:
-            raise worker.timed_out(self.pool.plan.step_timeout_s, "step")
+        else:
+            # Of a long time between two polls only half of the limit counts: everything may have stood still, the worker too.
+            watch.waits_since += max(0.0, now - watch.looked_at - limit_s / 2)
+            if now - watch.waits_since > limit_s:
+                raise worker.timed_out(limit_s, "step")
+        watch.looked_at = now
         limit = self.policy.memory_limit_mb
         if check_memory and limit is not None and (used := worker.resident_mb()) > limit:
             raise SimFault(FaultKind.OUT_OF_MEMORY, index, f"{used:.0f} MB resident; the limit is {limit:.0f} MB.")

@@ -90,12 +90,13 @@ class PassingTime:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._ahead_s, self._hung, self._looks = 0.0, lambda: False, 0
+        self._ahead_s, self._hung, self._looks, self._hours_pass = 0.0, lambda: False, 0, 0
         monkeypatch.setattr(worker_simulators, "time", SimpleNamespace(perf_counter=self._now, sleep=time.sleep))
         monkeypatch.setattr(process, "_STACK_S", 120.0)  # for a worker to say where it hangs, whenever the machine lets it
 
-    def pass_hours(self) -> None:
-        self._ahead_s += 2 * 3600.0
+    def pass_hours(self, looks: int = 3) -> None:
+        """Two before each of the manager's next `looks`."""
+        self._hours_pass = looks
 
     def pass_hours_when_hanging(self, manager: EnvManager, once: Path) -> None:
         """As soon as the simulator that was given this `once` hangs, and no other worker has anything to do."""
@@ -115,6 +116,9 @@ class PassingTime:
             if self._looks == 3:  # it was seen to do nothing before
                 self._hung = lambda: False
                 self.pass_hours()
+        if self._hours_pass:
+            self._hours_pass -= 1
+            self._ahead_s += 2 * 3600.0
         return time.perf_counter() + self._ahead_s
 
 

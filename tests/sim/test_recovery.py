@@ -18,6 +18,7 @@ import pytest
 from embodied_rl.distributed.channel import Channel
 from embodied_rl.distributed.processes import start_module
 from embodied_rl.sim import worker_pool as process
+from embodied_rl.sim import worker_simulators
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
@@ -320,7 +321,7 @@ def test_time_between_two_steps_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) 
     with make(slots=2, workers=1, step_timeout_s=3600.0) as manager:
         manager.reset()
         for _ in range(2):
-            passing.pass_hours()
+            passing.pass_hours(looks=1)
             (pid,) = manager.worker_pids()
             os.kill(pid, signal.SIGSTOP)
             manager.send(range(2), np.ones((2, 1)))
@@ -329,6 +330,43 @@ def test_time_between_two_steps_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) 
             manager.recv()
             manager._supervisor.poll()  # the slots wait for actions
         assert manager.fault_records == []
+        assert manager.num_restarts == 0
+
+
+def test_a_machine_that_stood_still_during_a_step_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a queue that stops all processes of a job for a while."""
+    passing = PassingTime(monkeypatch)
+    with make(slots=2, workers=1, step_timeout_s=3600.0) as manager:
+        manager.reset()
+        (pid,) = manager.worker_pids()
+        os.kill(pid, signal.SIGSTOP)
+        manager.send(range(2), np.ones((2, 1)))
+        manager._supervisor.poll()
+        passing.pass_hours(looks=1)
+        for _ in range(3):
+            manager._supervisor.poll()
+        os.kill(pid, signal.SIGCONT)
+        manager.recv()
+        assert manager.num_restarts == 0
+
+
+def test_a_machine_that_stood_still_during_a_reset_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    passing, wait, looks = PassingTime(monkeypatch), worker_simulators.wait, list[float]()
+    with make(slots=2, workers=1) as manager:
+        (pid,) = manager.worker_pids()
+        os.kill(pid, signal.SIGSTOP)
+
+        def look(sockets: Any, timeout_s: float) -> list[Any]:
+            looks.append(timeout_s)
+            if len(looks) == 1:
+                passing.pass_hours(looks=1)
+                return []
+            os.kill(pid, signal.SIGCONT)
+            return wait(sockets, timeout_s)
+
+        monkeypatch.setattr(worker_simulators, "wait", look)
+        manager.reset()
+        assert len(looks) > 1
         assert manager.num_restarts == 0
 
 
