@@ -113,9 +113,10 @@ class LocalRanks(RankHost):
         """See `RankHost.ended`: a connection closes a little before its process has ended."""
         deadline = time.monotonic() + patience_s
         while True:
-            for index, process in enumerate(self.processes):
-                if process.poll() is not None:
-                    return TrainWorkerError(f"Train worker of rank {index + 1} ended with status {process.returncode}.")
+            ended = [(process.returncode, rank) for rank, process in enumerate(self.processes, start=1) if process.poll() is not None]
+            if ended:  # others fail with a killed one, perhaps seen first
+                status, rank = min(ended)
+                return TrainWorkerError(f"Train worker of rank {rank} ended with status {status}.")
             if not self.processes or time.monotonic() >= deadline:
                 return None
             time.sleep(0.01)

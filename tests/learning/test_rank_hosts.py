@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -52,3 +54,11 @@ def test_processes_of_this_machine_see_all_devices() -> None:
     given = LocalRanks()
     assert given.ended(0.0) is None
     assert given.device_index(3) == 3
+
+
+def test_a_killed_rank_is_named_and_not_one_that_failed_for_it() -> None:
+    ranks = LocalRanks()
+    ranks.processes = [subprocess.Popen([sys.executable, "-S", "-c", end]) for end in ("exit(1)", "import os; os.kill(os.getpid(), 9)")]
+    for process in ranks.processes:
+        process.wait()
+    assert str(ranks.ended(0.0)) == "Train worker of rank 2 ended with status -9."
