@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -262,6 +265,24 @@ def test_a_server_that_reads_nothing_more(server: McpServer, monkeypatch: pytest
     monkeypatch.setattr(server, "_timeout_s", 0.5)
     assert "did not read a message within 0.5 s" in box.call("add", {"a": "x" * 1_000_000}).text
     assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"
+
+
+def test_a_message_goes_to_no_other_file_when_the_server_is_closed(server: McpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is opened then may get the number of its input."""
+    write, closing, was_closed = os.write, threading.Thread(target=server.close), list[bool]()
+
+    def late(descriptor: int, data: bytes) -> int:
+        monkeypatch.undo()
+        closing.start()
+        closing.join(0.5)
+        was_closed.append(server._stdin.closed)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", late)
+    with contextlib.suppress(ToolError):  # it may be answered before the server ends
+        server.request("ping", {})
+    closing.join()
+    assert was_closed == [False]
 
 
 def test_servers_that_are_none() -> None:

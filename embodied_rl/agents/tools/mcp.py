@@ -40,6 +40,8 @@ class McpServer:
         """
         self._command, self._timeout_s = list(command), timeout_s
         self._lock, self._number = threading.Lock(), 0
+        self._writing = threading.Lock()
+        """Held while its input is written or closed: a closed descriptor's number may be another file's."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ} | dict(env or {})
         try:
@@ -105,7 +107,7 @@ class McpServer:
     def close(self) -> None:
         """End the server: close its input, then terminate, then kill it. May be called twice."""
         stdout = self._process.stdout
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._writing:
             self._stdin.close()
         for further in (self._process.terminate, self._process.kill, None):
             try:
@@ -126,7 +128,8 @@ class McpServer:
                 if not poll.poll(1000 * max(until - time.monotonic(), 0.0)):
                     self._process.kill()  # it would take the next message for the rest of this one
                     raise ToolError(f"the tool server did not read a message within {self._timeout_s:g} s, and was ended")
-                data = data[os.write(self._stdin.fileno(), data) :]
+                with self._writing:
+                    data = data[os.write(self._stdin.fileno(), data) :]
         except (OSError, ValueError):  # its input is broken, or closed
             raise ToolError("the tool server has ended") from None
 
