@@ -150,7 +150,7 @@ class RemoteSim(SimEnv):
         if self._closed:
             return
         self._closed = True
-        self._client.send_all("DELETE", [f"/v1/environments/{env_id}" for env_id in self.env_ids], deadline_s=2.0)
+        self._client.send_all("DELETE", [(f"/v1/environments/{env_id}", None) for env_id in self.env_ids], deadline_s=2.0)
         self._client.close()
 
     def _ask(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

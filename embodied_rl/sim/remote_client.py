@@ -128,15 +128,15 @@ class JsonClient:
             self.num_repeats += 1
             time.sleep(wait)
 
-    def send_all(self, method: str, paths: Sequence[str], deadline_s: float) -> None:
-        """Send requests without a body, each on its own connection and at once, because this process may end before they are answered;
-        then wait for the answers. Failures are ignored."""
+    def send_all(self, method: str, requests: Sequence[tuple[str, Mapping[str, Any] | None]], deadline_s: float) -> None:
+        """Send requests (path, body), each on its own connection and at once, because this process may end before they are answered; then
+        wait for the answers. Failures are ignored."""
         until, connections = time.monotonic() + deadline_s, list[http.client.HTTPConnection]()
         with contextlib.suppress(OSError, http.client.HTTPException):
-            for path in paths:
+            for path, body in requests:
                 connections.append(self._connected(until))
                 self._connection = None
-                connections[-1].request(method, self._prefix + path, headers=self._headers)
+                connections[-1].request(method, self._prefix + path, None if body is None else json.dumps(body).encode(), self._headers)
             for connection in connections:
                 connection.sock.settimeout(max(until - time.monotonic(), 0.001))
                 connection.getresponse().read()

@@ -216,21 +216,29 @@ def test_a_service_that_was_started_anew_knows_no_environments() -> None:
         second.close()
 
 
-def test_environments_are_closed_at_once() -> None:
+@pytest.mark.parametrize("protocol", ["embodied_rl", "rock"])
+def test_environments_are_closed_at_once(protocol: str) -> None:
     """The process that closes them has a second: one after the other, many would be left over until they were idle for long."""
-    together, closed = threading.Barrier(3), list[str]()
+    together, closed, names = threading.Barrier(3), list[str](), iter("abc")
 
     def answer(request: HttpRequest) -> Reply:
+        if request.path.endswith("/make"):
+            return Reply({"sandbox_id": next(names)})
         together.wait(60)
-        closed.append(f"{request.method} {request.path}")
+        closed.append(f"{request.method} {request.path} {request.body.get('sandbox_id')}")
         return Reply({})
 
     server = HttpServer(answer)
     try:
-        sim = RemoteSim(JsonClient(server.url), ["a", "b", "c"], SimFactory("tests.sim.toy:CountingSim").make(1).spec, [0, 0, 0])
-        sim.close()
+        if protocol == "rock":
+            make(3, server.url, task=GAME, protocol=protocol).close()
+            expected = [f"POST /apis/v1/envs/gem/close {name}" for name in "abc"]
+        else:
+            spec = SimFactory("tests.sim.toy:CountingSim").make(1).spec
+            RemoteSim(JsonClient(server.url), ["a", "b", "c"], spec, [0, 0, 0]).close()
+            expected = [f"DELETE /v1/environments/{name} None" for name in "abc"]
         assert not together.broken
-        assert sorted(closed) == [f"DELETE /v1/environments/{env_id}" for env_id in "abc"]
+        assert sorted(closed) == expected
     finally:
         together.abort()
         server.close()
@@ -374,6 +382,9 @@ def test_rock_through_the_manager_and_its_refusals() -> None:
             assert all("1 and 10" in text for text in first.observation["text"]), first.observation["text"]
             batch = manager.step(["\\boxed{5}", "no number"])
             assert batch.terminated[1] or "text" in batch.observation
+        until = time.monotonic() + 60
+        while server.sandboxes and time.monotonic() < until:
+            time.sleep(0.01)
         assert not server.sandboxes
         with pytest.raises(UserError, match="no such environment: game:Chess"):
             make(1, server.url, task="game:Chess", protocol="rock")

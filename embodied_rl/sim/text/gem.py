@@ -14,7 +14,7 @@ import os
 import random
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -303,9 +303,9 @@ class RockSim(TextSim):
 
     def close(self) -> None:
         """Close the sandboxes; unreachable ones are left to the server."""
-        with suppress(RemoteFault):
-            super().close()
+        sandboxes = [game.env.sandbox_id for game in self._games if isinstance(game, RockGame)]
         self._games = []
+        self._client.send_all("POST", [(f"{_ROUTES}/close", {"sandbox_id": sandbox_id}) for sandbox_id in sandboxes], deadline_s=2.0)
         self._client.close()
 
 
@@ -317,9 +317,6 @@ class RockGame(GemGame):
     def sample_action(self, random: np.random.Generator) -> str:
         """Raises UserError: the game, which knows its moves, runs elsewhere."""
         raise UserError(f"ROCK cannot draw a random move of '{self.env.task}': the game is behind {self.env.client.url}.")
-
-    def close(self) -> None:
-        self.env.close()
 
 
 class Sandbox:
@@ -350,10 +347,6 @@ class Sandbox:
             return str(found["observation"]), float(found["reward"]), *flags, dict(found.get("info") or {})
         except (KeyError, TypeError, ValueError) as error:
             raise RemoteFault("bad_response", f"A step's answer of {self.client.url} is malformed: {error!r}") from error
-
-    def close(self) -> None:
-        """Close the environment. Raises RemoteFault if the server is unreachable."""
-        self.client.call("POST", f"{_ROUTES}/close", {"sandbox_id": self.sandbox_id}, deadline_s=2.0)
 
     def _ask(self, route: str, body: Mapping[str, Any], *, repeat: bool) -> dict[str, Any]:
         answer = self.client.call("POST", f"{_ROUTES}/{route}", {"sandbox_id": self.sandbox_id, **body}, repeat=repeat)
