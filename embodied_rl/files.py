@@ -28,7 +28,7 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
 def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a temporary file beside `path` (same suffix, for libraries that check it), then rename it.
     Raises UserError: the folder or file cannot be written."""
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.tmp-{threading.get_native_id()}{path.suffix}")  # the process's number in its main thread
     try:
         if path.exists() and not path.is_file():  # root would replace /dev/null by the file
             raise OSError(errno.EINVAL, "it is not a regular file")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
 from embodied_rl.commands.cli import Written
 from embodied_rl.errors import UserError
-from embodied_rl.files import reset_mode, write_atomic
+from embodied_rl.files import reset_mode, write_atomic, write_atomic_with
 from tests.forks import run_forked
 
 WRITERS = """
@@ -91,3 +92,19 @@ def test_a_pipe_or_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
         Written("file").check("output", str(tmp_path / "pipe"))
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_threads_that_write_a_file_at_once_write_it_whole(tmp_path: Path) -> None:
+    other = threading.Thread(target=lambda: write_atomic(tmp_path / "file", "of the other"))
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("half ")
+        other.start()
+        other.join()
+        assert (tmp_path / "file").read_text() == "of the other"
+        with temporary.open("a") as file:
+            file.write("and half")
+
+    write_atomic_with(tmp_path / "file", write)
+    assert (tmp_path / "file").read_text() == "half and half"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
