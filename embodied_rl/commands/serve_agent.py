@@ -54,11 +54,14 @@ def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     from embodied_rl.policies.language import build_language_policy
     from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
     from embodied_rl.serving.agents.sessions import SessionLimits
-    from embodied_rl.serving.http_server import HttpServer, Reply, token_to_ask_for
+    from embodied_rl.serving.http_server import HttpProblem, HttpRequest, HttpServer, Reply, token_to_ask_for
+
+    def refuse(request: HttpRequest) -> Reply:
+        raise HttpProblem(503, "starting", "The model is still being loaded; try again soon.")
 
     # Before a model is loaded in vain.
     token, is_new = token_to_ask_for(values["token"], values["host"])
-    HttpServer(lambda request: Reply({}), host=values["host"], port=values["port"]).close()
+    HttpServer(refuse, host=values["host"], port=values["port"]).close()
     policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), resolve_device(values["device"]))
     model = policy.generation_model()
     backend = TorchTokens(model, max_batch=values["max_batch"], seed=values["seed"], tokenizer=policy.tokenizer)

@@ -42,7 +42,7 @@ from embodied_rl.serving.agents.sessions import (
     history_keys,
     read_captured,
 )
-from embodied_rl.serving.http_server import ServerLimits
+from embodied_rl.serving.http_server import HttpServer, ServerLimits
 
 TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4
 END = 2
@@ -64,12 +64,12 @@ def serving(backend: Any, tokenizer: ChatTokenizer, **options: Any) -> Iterator[
         proxy.close()
 
 
-def ask(proxy: AgentProxy, path: str, body: Any = None, key: str | None = "agent", method: str | None = None) -> tuple[int, dict[str, Any]]:
+def ask(proxy: Any, path: str, body: Any = None, key: str | None = "agent", method: str | None = None) -> tuple[int, dict[str, Any]]:
     status, _, data = raw(proxy, path, body, key, method)
     return status, json.loads(data)
 
 
-def raw(proxy: AgentProxy, path: str, body: Any, key: str | None, method: str | None = None) -> tuple[int, str | None, bytes]:
+def raw(proxy: Any, path: str, body: Any, key: str | None, method: str | None = None) -> tuple[int, str | None, bytes]:
     parts = urlsplit(proxy.base_url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=120)
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
@@ -587,6 +587,22 @@ def test_the_command_asks_for_port_and_device_before_it_loads_a_model(tmp_path: 
         given = [f"model={tmp_path}", f"port={taken.getsockname()[1]}", "token=none"]
         with pytest.raises(UserError, match=r"^Cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             serve_agent.start(serve_agent.COMMAND.parse(given)[0])
+
+
+def test_a_client_that_comes_before_the_model_gets_no_answer_that_means_anything(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, answers = HttpServer.close, list[int]()
+
+    def late(server: HttpServer) -> None:
+        monkeypatch.undo()
+        answers.append(ask(SimpleNamespace(base_url=f"{server.url}/v1"), "/chat/completions", {"messages": [user("go")]})[0])
+        close(server)
+
+    monkeypatch.setattr(HttpServer, "close", late)
+    proxy, _ = serve_agent.start(serve_agent.COMMAND.parse([f"model={folder}", "port=0", f"output={tmp_path}"])[0])
+    proxy.close()
+    assert answers == [503]
 
 
 def test_the_command_asks_for_a_token(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
