@@ -505,6 +505,27 @@ def test_a_session_that_its_client_is_ending_is_not_lost(
         assert proxy.take_finished() == []
 
 
+def test_a_session_that_cannot_be_written_waits_and_is_not_the_next_clients_fault(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.write_text("a file where the folder should be")
+    with serving(says(tokenizer, "x"), tokenizer, limits=SessionLimits(idle_s=60.0), output=output) as proxy:
+        for key in ("one", "two"):
+            chat(proxy, [user("x")], key=key)
+        for session in proxy._book.sessions.values():
+            session.last_used -= 61.0
+        with pytest.warns(UserWarning, match=r"Cannot write .*out.* are kept"):
+            chat(proxy, [user("x")], key="three")
+        status, answer = ask(proxy, "/sessions/three/end", {})
+        assert status == 422
+        assert "Cannot write" in answer["error"]["message"]
+        assert proxy.take_finished() == []
+        output.unlink()
+        until = time.monotonic() + 240
+        while not (output / "three.json").exists() and time.monotonic() < until:  # the watcher tries again
+            time.sleep(0.05)
+    assert [(s.session, s.ended_by) for s in read_captured(output)] == [("one", "idle"), ("three", "client"), ("two", "idle")]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), TEXTS, shape=TinyShape(max_context=256, spread=0.3), vocab_size=300)

@@ -6,6 +6,7 @@ import functools
 import re
 import secrets
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,18 +176,19 @@ class AgentProxy:
     def take_finished(self) -> list[CapturedSession]:
         """Sessions that ended since the last call, oldest first; empty if they are written to a folder."""
         taken = []
-        while self._finished:
+        while self._finished and self._options.output is None:
             taken.append(self._finished.popleft())
         return taken
 
     def close(self) -> None:
-        """Stop answering; open sessions with turns are finished, as ended by ``close``."""
+        """Stop answering; open sessions with turns are finished, as ended by ``close``. Raises UserError: a session cannot be written."""
         self._closing.set()
         self._server.close()
         self.shared_backend.close()
         with self._ending:
             for session in list(self._book.sessions.values()):
                 self._finish(session, "close")
+            self._write()
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
@@ -364,6 +366,7 @@ class AgentProxy:
         total = session.total_reward if reward is None else session.give(float(reward), body.get("turn"), body.get("reward_id"))
         if action == "end":
             self._finish(session, "client")
+            self._write()
         return web.Reply({"id": session.name, "turns": session.num_turns, "reward": total})
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
@@ -504,17 +507,24 @@ class AgentProxy:
     def _end_idle(self) -> None:
         for session in self._book.idle():
             self._finish(session, "idle")
+        try:
+            self._write()
+        except UserError as error:  # not of the client that asks, nor the watcher's end
+            warnings.warn(f"{error} Its sessions are kept, and written as soon as that is possible.", stacklevel=2)
 
     def _finish(self, session: Session, ended_by: str) -> None:
         with self._ending:
             captured, first = session.end(ended_by)
             self._book.forget(session)
-            if not first or (not captured.turns and ended_by != "client"):
-                return
-            if self._options.output is None:
+            if first and (captured.turns or ended_by == "client"):
                 self._finished.append(captured)
-            else:
-                captured.save(self._options.output)
+
+    def _write(self) -> None:
+        """Write finished sessions to the folder, if there is one. Raises UserError for one that cannot be written, which stays."""
+        with self._ending:
+            while self._finished and self._options.output is not None:
+                self._finished[0].save(self._options.output)
+                self._finished.popleft()
 
 
 def _refusal(problem: web.HttpProblem, path: str) -> dict[str, Any]:
