@@ -70,6 +70,10 @@ class RankWorker:
         return str(ray.util.get_node_ip_address())
 
     @answering
+    def ping(self) -> None:
+        """Answered as soon as every earlier call is."""
+
+    @answering
     def listen(self, address: str | None) -> None:
         """Set the address where the ranks meet; None: this actor's node."""
         listen_on(address or self.address())
@@ -107,6 +111,8 @@ class RayLink:
         self._actor = actor
         self._sent: list[Any] = []
         """References to unfinished calls, in order."""
+        self._ping: Reference | None = None
+        """Unanswered question of `failure`."""
 
     def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """See `Link.send`."""
@@ -129,13 +135,15 @@ class RayLink:
     def failure(self, patience_s: float) -> tuple[bool, str] | None:
         """(whether its process ended without an error, description) of a rank that failed within the time; None: it continues."""
         deadline = time.monotonic() + patience_s
-        for reference in list(self._sent):  # the thread of a checkpoint asks too, while this one sends
+        ping = self._ping = self._ping or self._actor.ping.remote()  # of a rank that has answered everything, and writes a checkpoint, say
+        for reference in (*self._sent, ping):  # the thread of a checkpoint asks too, while this one sends
             try:
                 kind, value = _answer(reference, max(deadline - time.monotonic(), 0.0))
             except TimeoutError:
                 return None
             if kind != "value":
                 return kind == "gone", str(value["message"] if kind == "error" else value)
+        self._ping = None
         return None
 
     def _forget_done(self) -> None:

@@ -256,6 +256,21 @@ def test_weights_through_the_object_store(session: Any) -> None:
     assert session.get(reader.read.remote(second))["a"][0, 0] == 100.0
 
 
+def test_the_end_of_a_rank_that_has_answered_everything_is_noticed(session: Any) -> None:
+    """One that writes its part of a checkpoint: rank 0 would wait for the part for ten minutes."""
+    from embodied_rl.roles.ray_training import RankWorker, RayLink
+
+    actor = session.remote(num_cpus=0)(RankWorker).remote()
+    link = RayLink(actor)
+    assert link.failure(240.0) is None
+    session.kill(actor)
+    deadline = time.monotonic() + 60.0
+    while (found := link.failure(0.05)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert found[0], "its process has ended"
+
+
 def test_what_can_never_begin_is_refused_at_once(session: Any) -> None:
     """Ray itself would wait without a word; here, for longer than a test may take."""
     with pytest.raises(UserError, match=r"cannot start.*train 64 CPUs.*the maximum is 4 CPUs"):
