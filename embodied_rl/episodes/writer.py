@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -323,7 +324,8 @@ def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
     path = folder / RECORDING_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{RECORDING_FILE}.tmp-{os.getpid()}"
+        # Not the process's number: containers that share a disk have the same ones.
+        temporary = folder / f".{RECORDING_FILE}.tmp-{uuid.uuid4().hex}"
         try:
             temporary.write_text(json.dumps(info.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
             fsync(temporary)

@@ -25,6 +25,7 @@ from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError
+from embodied_rl.files import fsync
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import STATE_SPEC, assert_same_episode, info_of, make_episode, moving_square, stream
 
@@ -392,6 +393,24 @@ def test_several_processes_write_side_by_side(tmp_path: Path) -> None:
         assert validate(recording) == []
         for episode in recording:
             assert_same_episode(episode, make_episode(seed=episode.seed, num_steps=5, images=episode.images))
+
+
+def test_recorders_with_the_same_process_number_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers on a shared disk may have it: one begins while the other has written half of the recording's first file."""
+    others: list[RecordingWriter] = []
+
+    def begin_another(path: Path) -> None:
+        monkeypatch.undo()
+        fsync(path)
+        others.append(RecordingWriter(tmp_path / "r", info_of(), resume=True))
+
+    monkeypatch.setattr("embodied_rl.episodes.writer.fsync", begin_another)
+    with RecordingWriter(tmp_path / "r", info_of(), resume=True) as writer:
+        writer.add(make_episode(seed=1))
+        others[0].add(make_episode(seed=2))
+        others[0].close()
+    with open_recording(tmp_path / "r") as recording:
+        assert sorted(recording.seeds) == [1, 2]
 
 
 def test_a_killed_recorder_leaves_every_finished_episode(tmp_path: Path) -> None:

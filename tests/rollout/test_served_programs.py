@@ -170,6 +170,18 @@ def test_a_task_larger_than_a_pipe_and_a_program_that_reads_nothing(tmp_path: Pa
     assert fault(played).kind is ProgramFaultKind.TIMED_OUT
 
 
+def test_a_line_that_never_ends_holds_up_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that writes faster than we read: its output is never empty."""
+    pool = ProgramPool([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, 60.0, Box("prlimit"))
+    episode = pool.begin({})
+    parts = iter([b"x" * 2**16] * 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", lambda *_: next(parts))
+        assert not episode.is_over()
+    episode.end()
+    assert len(list(parts)) > 50
+
+
 def test_stopping_ends_the_process_of_the_episode(tmp_path: Path) -> None:
     words = tokenizer()
     body = (

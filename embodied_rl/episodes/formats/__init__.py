@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +107,8 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
 def new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `output` if the block succeeds. Raises as `require_free`; UserError: it cannot be written."""
     require_free(output)
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    # Not the process's number: containers that share a disk have the same ones.
+    temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
     try:
         yield temporary
         if output.is_dir():

@@ -154,17 +154,18 @@ class _Process(StartedProgram):
 
     def lines(self) -> tuple[list[bytes], bool]:
         """Complete lines that it has written since the last call, and whether its output is still open."""
-        is_open = True
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self.output, 2**16):
+            for _ in range(_MAX_READS):  # a line that never ends would keep us here
+                if not (part := os.read(self.output, 2**16)):
+                    if self._unread:
+                        self.print(self._unread)
+                    self._unread = b""
+                    return [], False
                 *whole, rest = (self._unread + part).split(b"\n")
                 self._unread = rest[-_MAX_LINE_BYTES:]
                 if whole:
                     return whole, True
-            if self._unread:
-                self.print(self._unread)
-            self._unread, is_open = b"", False
-        return [], is_open
+        return [], True
 
     def print(self, line: bytes) -> None:
         """Keep a line that is no reply with the output of its error stream."""

@@ -181,6 +181,18 @@ def test_what_is_there_is_not_overwritten(name: str, tmp_path: Path) -> None:
             write_foreign(source, tmp_path / "there", name)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_two_that_write_the_same_output_at_once_one_succeeds(name: str, tmp_path: Path) -> None:
+    """They may have the same process number: containers on a shared disk often do."""
+    with record(tmp_path / "native", info_of(STATE), CASES["plain"][1]) as source:
+        other = iter([lambda: write_foreign(source, tmp_path / "there", name)])
+        with pytest.raises(UserError, match="Directory not empty"):
+            write_foreign(source, tmp_path / "there", name, lambda _: [begin() for begin in other])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "there"]
+        with open_recording(tmp_path / "there") as found:
+            assert len(found) == len(source)
+
+
 def test_unknown_formats_and_paths(tmp_path: Path) -> None:
     with (
         record(tmp_path / "native", info_of(STATE), CASES["plain"][1]) as source,
