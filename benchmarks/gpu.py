@@ -132,6 +132,8 @@ def run(name: str, *, tiny: bool, limit_s: float) -> Outcome:
 
 def end_all(process: subprocess.Popen[str]) -> None:
     """Kill a process with all that are below it; nothing where it has ended."""
+    if process.poll() is not None:  # its number may be another process's by now
+        return
     with contextlib.suppress(psutil.NoSuchProcess):
         for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):

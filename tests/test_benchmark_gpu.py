@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,18 @@ def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     words = ("-m", "benchmarks.gpu", "--tiny", "--output", str(folder), *words)
     return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
+
+
+def test_the_number_of_a_process_that_has_ended_is_another_ones() -> None:
+    from benchmarks.gpu import end_all
+
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    with subprocess.Popen(["sleep", "600"]) as other:
+        ended.pid = other.pid
+        end_all(ended)
+        other.terminate()
+        assert other.wait() == -signal.SIGTERM
 
 
 def test_what_is_done_stays_done(tmp_path: Path) -> None:
