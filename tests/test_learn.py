@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 import embodied_rl
 from embodied_rl import trainer
+from embodied_rl.commands import learn
 from embodied_rl.errors import UserError
 from tests.forks import run_forked
 from tests.short_run import QUICK
@@ -124,6 +126,30 @@ class Endless(Docking):
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         return self.state.copy(), 0.0, False, False, {}
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one begins before the first has written anything; without a run, no folder stays."""
+
+    class Now(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Now:
+            return cls(2026, 1, 2)
+
+    found: list[Path] = []
+
+    def begin(words: list[str], source: Path) -> embodied_rl.Run:
+        found.append(source.parent)
+        if len(found) == 1:
+            embodied_rl.learn("cartpole")
+        return embodied_rl.Run(source.parent)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learn, "datetime", Now)
+    monkeypatch.setattr(learn, "trained", begin)
+    embodied_rl.learn("cartpole")
+    assert [folder.name for folder in found] == ["20260102-000000-seed1", "20260102-000000-seed1_2"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_whose_episodes_never_end_is_not_evaluated_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

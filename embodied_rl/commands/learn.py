@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import linecache
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 from embodied_rl.commands.cli import command_line
 from embodied_rl.config import group_names
 from embodied_rl.errors import UserError, brief, shown
-from embodied_rl.files import next_free, write_atomic
+from embodied_rl.files import next_free, write_atomic, writing_to
 from embodied_rl.generation.base import Generator
 from embodied_rl.run_folder import SOURCE_FOLDER
 from embodied_rl.types import SimSpec, TensorSpec
@@ -313,11 +314,32 @@ def learn(
     if isinstance(overrides, str) or not all(isinstance(word, str) and "=" in word for word in overrides):
         raise UserError(f"overrides must be a list of 'key=value', got {shown(overrides)}.")
     given = [word for word in overrides if not word.startswith("run_dir=")]
+    chosen = None
     if run_dir is None:
         stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name.rpartition(":")[2])
-        run_dir = next_free(Path("runs") / stem / f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}")
-    words = [*_sim_words(sim, Path(run_dir)), f"policy={policy}", f"algorithm={algorithm}", f"total_steps={total_steps}", f"seed={seed}"]
-    return trained([*words, *given, f"run_dir={run_dir}"], Path(run_dir) / SOURCE_FOLDER)
+        run_dir = chosen = _new_folder(Path("runs") / stem / f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}")
+    try:
+        words = [
+            *_sim_words(sim, Path(run_dir)),
+            f"policy={policy}",
+            f"algorithm={algorithm}",
+            f"total_steps={total_steps}",
+            f"seed={seed}",
+        ]
+        return trained([*words, *given, f"run_dir={run_dir}"], Path(run_dir) / SOURCE_FOLDER)
+    finally:
+        if chosen is not None:
+            with suppress(OSError):  # it holds a run
+                os.removedirs(chosen)
+
+
+def _new_folder(path: Path) -> Path:
+    """Make the folder, or one with the next free name: of two runs that begin in the same second, each has its own."""
+    with writing_to(path):
+        while True:
+            with suppress(FileExistsError):
+                (folder := next_free(path)).mkdir(parents=True)
+                return folder
 
 
 def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
