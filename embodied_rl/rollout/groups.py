@@ -305,6 +305,7 @@ class GroupQueue:
         self._reasons: Counter[str] = Counter()  # rejection and failure reasons since the last batch
         self._rejected = 0  # rejected groups since the last batch
         self._waiting_since_s: float | None = None
+        self._ticked_s = clock()
 
     # --- the collector's side ----------------------------------------------------------------------------------------
 
@@ -370,10 +371,21 @@ class GroupQueue:
         """Give up episodes that have timed out and return them, so that the collector stops their slots. Call it about every second.
         Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message names the cause."""
         now, config = self._clock(), self.config
+        since_tick_s, self._ticked_s = now - self._ticked_s, now
+
+        def counted(since_s: float, limit_s: float | None) -> float:
+            """Of a long time between two ticks only half of the limit counts: training may have stopped playing, or a pause everything."""
+            return since_s if limit_s is None else min(now, since_s + max(0.0, since_tick_s - limit_s / 2))
+
+        running = [attempt for group in self._open.values() for attempt in group.running.values()]
+        for attempt in running:
+            attempt.started_s = counted(attempt.started_s, config.episode_timeout_s)
+            attempt.progressed_s = counted(attempt.progressed_s, config.step_timeout_s)
+        if self._waiting_since_s is not None:
+            self._waiting_since_s = counted(self._waiting_since_s, config.batch_timeout_s)
         late = [
             (attempt.assignment, what)
-            for group in self._open.values()
-            for attempt in group.running.values()
+            for attempt in running
             if (what := attempt.overdue(now, config.step_timeout_s, config.episode_timeout_s)) is not None
         ]
         given_up = []

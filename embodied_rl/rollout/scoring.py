@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import math
 import queue
@@ -154,6 +155,9 @@ class ThreadScorer(Scorer):
             thread.start()
 
     def close(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._todo.get_nowait()
         for _ in self._threads:
             self._todo.put(None)
 

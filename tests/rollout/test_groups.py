@@ -187,14 +187,13 @@ def test_timeouts_of_steps_and_episodes() -> None:
     clock = Clock()
     queue = make(clock=clock, groups_per_step=1, group_size=3, step_timeout_s=10.0, episode_timeout_s=25.0, max_retries=1)
     slow, silent, healthy = assignments(queue)
-    for now_s in (8.0, 16.0, 24.0):
+    for now_s in (4.0, 8.0, 12.0, 16.0, 20.0, 24.0):
         clock.now_s = now_s
         queue.progressed(slow)
         queue.progressed(healthy)
         if now_s == 16.0:
             queue.finished(healthy, answer(healthy))
-        expected = {8.0: [], 16.0: [silent], 24.0: []}[now_s]
-        assert queue.tick() == expected
+        assert queue.tick() == ([silent] if now_s == 12.0 else [])
     clock.now_s = 25.0
     assert queue.tick() == [], "exactly the limit is not over it"
     clock.now_s = 25.5
@@ -204,11 +203,30 @@ def test_timeouts_of_steps_and_episodes() -> None:
     retries = assignments(queue)
     assert [(a.member, a.attempt) for a in retries] == [(0, 1), (1, 1)]
     # Both hang again; the group dies with the first, so that the second is not given up by itself.
-    clock.now_s = 60.0
+    for clock.now_s in (30.5, 35.5):
+        assert queue.tick() == [], "exactly the limit is not over it"
+    clock.now_s = 36.0
     assert queue.tick() == retries[:1]
     episodes, counts = queue.episode_counts(), queue.counts()
     assert (episodes.started, episodes.accepted, episodes.timed_out, episodes.abandoned) == (5, 1, 3, 1)
     assert (counts.failed, counts.in_flight) == (1, 0)
+
+
+def test_a_time_without_a_tick_is_no_fault_of_the_episodes_nor_of_the_queue() -> None:
+    """Nothing is played while an update is computed in the same process, and nothing moves while the machine stands still."""
+    clock = Clock()
+    queue = make(clock=clock, step_timeout_s=10.0, episode_timeout_s=40.0, batch_timeout_s=30.0)
+    silent, slow, *_ = assignments(queue)
+    assert queue.take(0) is None
+    clock.now_s = 3600.0
+    queue.progressed(slow)
+    assert queue.tick() == []
+    clock.now_s = 3604.0
+    assert queue.tick() == []
+    clock.now_s = 3606.0
+    late = queue.tick()
+    assert silent in late, "only half of its limit had counted"
+    assert slow not in late
 
 
 def test_a_trainer_that_waits_too_long_is_told_for_what() -> None:
@@ -218,6 +236,8 @@ def test_a_trainer_that_waits_too_long_is_told_for_what() -> None:
     clock.now_s = 500.0
     queue.tick()  # nobody waits yet
     assert queue.take(0) is None
+    clock.now_s = 550.0
+    queue.tick()
     clock.now_s = 599.0
     queue.finished(given[0], answer(given[0]))
     queue.tick()

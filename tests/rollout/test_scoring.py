@@ -129,6 +129,26 @@ def test_what_takes_too_long_is_given_up_and_its_late_score_ignored() -> None:
     scorer.close()
 
 
+def test_a_scorer_that_is_closed_scores_nothing_that_still_waits() -> None:
+    begun, release, scored = threading.Event(), threading.Event(), list[Episode]()
+
+    def score(given: Episode) -> float:
+        scored.append(given)
+        begun.set()
+        release.wait(60)
+        return 1.0
+
+    scorer = make(score)
+    for _ in range(3):
+        scorer.submit(episode([1.0]))
+    assert begun.wait(60)
+    scorer.close()
+    release.set()
+    for thread in scorer._threads:
+        thread.join(60)
+    assert len(scored) == 1
+
+
 def collector_with(score: Score, *, max_retries: int = 2) -> tuple[EnvManager, GroupCollector]:
     manager = EnvManager.from_config(CARTPOLE, EpisodeSeeds.training(1), autoreset=False)
     config = GroupsConfig(group_size=2, groups_per_step=4, max_retries=max_retries)
