@@ -47,6 +47,12 @@ waiting = _Waiting()
 """Context around a wait for another process, thread or machine; its cost is negligible beside a blocking wait."""
 
 
+def uncounted_s(since_look_s: float, limit_s: float) -> float:
+    """Seconds since the last look at a wait that its limit does not count: all beyond half of the limit. Everything may have stood still (a
+    pause of the machine, a suspended job), and what is waited for with it."""
+    return max(0.0, since_look_s - limit_s / 2)
+
+
 class Stopper:
     """Ends the waits of a `stoppable` block some seconds after `stop`; only in the main thread, which gets the signals.
 

@@ -152,6 +152,13 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_runs_on_a_disk_that_is_gone_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"^Cannot write 'runs/cartpole/"):
+        embodied_rl.learn("cartpole")
+
+
 def test_a_task_whose_episodes_never_end_is_not_evaluated_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "_ENDLESS_STEPS", 32)
     with pytest.raises(UserError, match=r"^No episode of 'Endless' has ended in 256 steps, .* Set a step limit, sim\.max_episode_steps=…"):

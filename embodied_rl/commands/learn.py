@@ -319,14 +319,8 @@ def learn(
         stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name.rpartition(":")[2])
         run_dir = chosen = _new_folder(Path("runs") / stem / f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}")
     try:
-        words = [
-            *_sim_words(sim, Path(run_dir)),
-            f"policy={policy}",
-            f"algorithm={algorithm}",
-            f"total_steps={total_steps}",
-            f"seed={seed}",
-        ]
-        return trained([*words, *given, f"run_dir={run_dir}"], Path(run_dir) / SOURCE_FOLDER)
+        settings = (f"policy={policy}", f"algorithm={algorithm}", f"total_steps={total_steps}", f"seed={seed}")
+        return trained([*_sim_words(sim, Path(run_dir)), *settings, *given, f"run_dir={run_dir}"], Path(run_dir) / SOURCE_FOLDER)
     finally:
         if chosen is not None:
             with suppress(OSError):  # it holds a run
@@ -336,9 +330,15 @@ def learn(
 def _new_folder(path: Path) -> Path:
     """Make the folder, or one with the next free name: of two runs that begin in the same second, each has its own."""
     with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            with suppress(FileExistsError):
-                (folder := next_free(path)).mkdir(parents=True)
+            folder = next_free(path)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                if folder.is_symlink():  # it leads nowhere
+                    raise
+            else:
                 return folder
 
 

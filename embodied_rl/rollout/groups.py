@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from embodied_rl.config import GroupsConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.rollout.domains import DomainMixture
+from embodied_rl.stopping import uncounted_s
 from embodied_rl.types import Episode, EpisodeGroup
 
 
@@ -374,8 +375,8 @@ class GroupQueue:
         since_tick_s, self._ticked_s = now - self._ticked_s, now
 
         def counted(since_s: float, limit_s: float | None) -> float:
-            """Of a long time between two ticks only half of the limit counts: training may have stopped playing, or a pause everything."""
-            return since_s if limit_s is None else min(now, since_s + max(0.0, since_tick_s - limit_s / 2))
+            """A later time, by what the limit does not count: an update may have stopped playing, too."""
+            return since_s if limit_s is None else min(now, since_s + uncounted_s(since_tick_s, limit_s))
 
         running = [attempt for group in self._open.values() for attempt in group.running.values()]
         for attempt in running:

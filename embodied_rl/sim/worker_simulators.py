@@ -26,7 +26,7 @@ from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.sim.worker_choice import Setting, Trials
 from embodied_rl.sim.worker_pool import Answer, Patience, WorkerPool, WorkerPoolPlan, close_pools
-from embodied_rl.stopping import waiting
+from embodied_rl.stopping import uncounted_s, waiting
 from embodied_rl.types import SimSpec, StepBatch
 
 # ---- the supervisor: watches the workers of a `WorkerPool`, and replaces failed ones while the others continue --------
@@ -166,7 +166,7 @@ class Supervisor:
         first, looked = min(asked, key=asked.__getitem__), time.perf_counter()
         while True:
             before, looked = looked, time.perf_counter()
-            limit_s += max(0.0, looked - before - limit_s / 2)  # as in `_watch`
+            limit_s += uncounted_s(looked - before, limit_s)
             left = asked[first] + limit_s - looked
             with waiting:
                 ready = wait(workers, min(max(left, 0.0), _LOOK_S))
@@ -207,8 +207,7 @@ class Supervisor:
         elif watch.waits_since is None:  # the poll before may be long ago: the caller does other things between two steps
             watch.waits_since = now
         else:
-            # Of a long time between two polls only half of the limit counts: everything may have stood still, the worker too.
-            watch.waits_since += max(0.0, now - watch.looked_at - limit_s / 2)
+            watch.waits_since += uncounted_s(now - watch.looked_at, limit_s)
             if now - watch.waits_since > limit_s:
                 raise worker.timed_out(limit_s, "step")
         watch.looked_at = now
